@@ -1,0 +1,351 @@
+"""Model configurations, parsed from a checkpoint's JSON and validated.
+
+A config that describes something cuq1 does not compute is refused here, before
+any weight is read, so that no engine has to guess.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuq1.errors import ConfigError
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+TARGET_TYPES = ("iquest_q1",)
+TARGET_ARCHITECTURES = ("IQuestQ1ForCausalLM",)
+DRAFT_TYPES = ("iquest_q1_mtp_recursive", "iquest_q1_mtp")
+DRAFT_ARCHITECTURES = ("IQuestQ1MTPRecursive", "IQuestQ1MtpRecursive")
+
+# Keys that change the computation when they are set to anything but these values.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "use_over_encoding": (None, False),
+    "shared_kv_num_layers": (None, 0),
+    "no_rope_layers": (None, []),
+    "tie_word_embeddings": (None, False),
+    "enable_sink_attention": (None, True),
+    "enable_lm_head_fp32": (None, True),
+    "use_sliding_window": (None, True),
+    "use_hybrid_layers": (None, True),
+    "moe_router_dtype": (None, "fp32", "float32"),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "n_group": (None, 0, 1),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+}
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling parameters of generation_config.json; top_k 0 means no limit."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Q1Config:
+    """The IQuest-Q1 target, or the dimensions of its draft layer.
+
+    Sizes are in elements; `softmax_scale` is resolved (head_dim**-0.5 where the
+    JSON has null); `layer_types` has one of FULL and SLIDING for each layer.
+    `fp8_block` is the (rows, columns) of one scale block, or None for a
+    checkpoint that declares no quantisation.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    dense_intermediate_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    mlp_only_layers: tuple[int, ...]
+    rope_theta: float
+    swa_rope_theta: float
+    rotary_dim: int
+    rms_norm_eps: float
+    attn_out_scale: float
+    ffn_out_scale: float
+    first_layer_attn_out_scale: float
+    first_layer_ffn_out_scale: float
+    softmax_scale: float
+    logit_scale: float
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    fp8_block: tuple[int, int] | None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def is_moe(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The recursive draft: one MoE layer over the target's hidden states.
+
+    `layer` holds the layer's dimensions, with the draft's own window and RoPE
+    base; `num_draft_slots` is the largest number of drafts a round.
+    """
+
+    layer: Q1Config
+    num_draft_slots: int
+
+
+class _Reader:
+    """Typed access to a JSON object, with errors that name file and key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def fail(self, key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {key} {problem}")
+
+    def integer(self, key: str, low: int = 1) -> int:
+        value = self.raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.fail(key, f"must be an integer of at least {low}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(key, f"must be a finite number, not {value!r}")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.fail(key, f"must be above 0, not {value!r}")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self.raw.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(key, f"must be a list of strings, not {value!r}")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ConfigError where there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: point to a folder that holds a checkpoint") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}): copy the file again") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
+    return raw
+
+
+def _token_ids(value: Any) -> tuple[int, ...] | None:
+    """Token ids given as null, one integer or a list of integers; None if they are neither."""
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        return tuple(dict.fromkeys(items))
+    return None
+
+
+def _layer_types(read: _Reader, layers: int) -> tuple[str, ...]:
+    if read.raw.get("layer_types") is not None:
+        types = read.strings("layer_types")
+        source = "layer_types"
+    else:
+        repeat = read.integer("num_hybrid_layers_block", 0)
+        types = (
+            read.strings("first_layers_types")
+            + read.strings("hybrid_layers_types_block") * min(repeat, layers + 1)
+            + read.strings("last_layers_types")
+        )
+        source = "first_layers_types + hybrid_layers_types_block x num_hybrid_layers_block + last_layers_types"
+    for kind in types:
+        if kind not in (FULL, SLIDING):
+            raise read.fail(source, f"names {kind!r}, and only {FULL} and {SLIDING} are computed")
+    if len(types) != layers:
+        raise read.fail(source, f"gives {len(types)} layers, but num_hidden_layers is {layers}")
+    return tuple(types)
+
+
+def _fp8_block(read: _Reader) -> tuple[int, int] | None:
+    quantization = read.raw.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        raise read.fail("quantization_config", "must have quant_method fp8, the only quantisation that is computed")
+    if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise read.fail("quantization_config.fmt", f"must be e4m3, not {quantization['fmt']!r}")
+    block = quantization.get("weight_block_size")
+    if block != [128, 128]:
+        raise read.fail("quantization_config.weight_block_size", f"must be [128, 128], not {block!r}")
+    return (128, 128)
+
+
+def _refuse_other_models(read: _Reader, types: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+    kind = read.raw.get("model_type")
+    if kind not in types:
+        raise read.fail("model_type", f"is {kind!r}, and {' or '.join(types)} is computed here")
+    named = read.raw.get("architectures")
+    if named is not None and (not isinstance(named, list) or not any(name in architectures for name in named)):
+        raise read.fail("architectures", f"is {named!r}, and {' or '.join(architectures)} is computed here")
+
+
+def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | None) -> Q1Config:
+    read = _Reader(raw, where)
+    _refuse_other_models(read, TARGET_TYPES, TARGET_ARCHITECTURES)
+    for key, allowed in _ONLY.items():
+        value = raw.get(key)
+        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+            raise read.fail(key, f"is {value!r}, which cuq1 does not compute (it computes {allowed[-1]!r})")
+    scaling = raw.get("rope_scaling")
+    if scaling is not None:
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else scaling
+        if kind != "default":
+            raise read.fail("rope_scaling", f"has type {kind!r}, and only the default (unscaled) RoPE is computed")
+    layers = read.integer("num_hidden_layers")
+    heads = read.integer("num_attention_heads")
+    kv_heads = read.integer("num_key_value_heads")
+    head_dim = read.integer("head_dim")
+    if heads % kv_heads:
+        raise read.fail("num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}")
+    rotary = read.integer("rotary_dim", 0)
+    if rotary % 2 or rotary > head_dim:
+        raise read.fail("rotary_dim", f"must be even and at most head_dim {head_dim}, not {rotary}")
+    experts = read.integer("num_experts")
+    chosen = read.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise read.fail("num_experts_per_tok", f"{chosen} exceeds num_experts {experts}")
+    dense = raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise read.fail("mlp_only_layers", f"must list layer numbers below {layers}, not {dense!r}")
+    vocab = read.integer("vocab_size")
+    eos = _token_ids(raw.get("eos_token_id"))
+    if eos is None or any(token >= vocab for token in eos):
+        raise read.fail("eos_token_id", f"must be token ids below vocab_size {vocab}, not {raw.get('eos_token_id')!r}")
+    softmax_scale = raw.get("softmax_scale")
+    return Q1Config(
+        hidden_size=read.integer("hidden_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        dense_intermediate_size=read.integer("dense_intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        sliding_window=read.integer("sliding_window"),
+        layer_types=_layer_types(read, layers),
+        mlp_only_layers=tuple(sorted(set(dense))),
+        rope_theta=read.positive("rope_theta"),
+        swa_rope_theta=read.positive("swa_rope_theta"),
+        rotary_dim=rotary,
+        rms_norm_eps=read.positive("rms_norm_eps"),
+        attn_out_scale=read.number("attn_out_scale", 1.0),
+        ffn_out_scale=read.number("ffn_out_scale", 1.0),
+        first_layer_attn_out_scale=read.number("first_layer_attn_out_scale", 1.0),
+        first_layer_ffn_out_scale=read.number("first_layer_ffn_out_scale", 1.0),
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else read.positive("softmax_scale"),
+        logit_scale=read.positive("logit_scale", 1.0),
+        max_position_embeddings=read.integer("max_position_embeddings"),
+        eos_token_ids=eos,
+        fp8_block=fp8_block,
+    )
+
+
+def parse_target(raw: Mapping[str, Any], where: str = "config.json") -> Q1Config:
+    """The target's config from its JSON object; `where` names it in errors.
+
+    Raises ConfigError for malformed values and for anything cuq1 does not compute.
+    """
+    return _target(raw, where, _fp8_block(_Reader(raw, where)))
+
+
+def parse_draft(raw: Mapping[str, Any], target: Q1Config, where: str = "mtp/config.json") -> DraftConfig:
+    """The draft's config, checked to fit the target whose hidden states it continues."""
+    read = _Reader(raw, where)
+    _refuse_other_models(read, DRAFT_TYPES, DRAFT_ARCHITECTURES)
+    dims = raw.get("target_config")
+    if not isinstance(dims, dict):
+        raise read.fail("target_config", "must hold the target's dimensions as an object")
+    merged = {
+        **dims,
+        # one physical layer, routed, sliding: its window and RoPE base are the draft's own
+        "num_hidden_layers": 1,
+        "layer_types": [SLIDING],
+        "mlp_only_layers": [],
+        "sliding_window": read.integer("sliding_window"),
+        "swa_rope_theta": read.positive("swa_rope_theta"),
+    }
+    layer = _target(merged, f"{where}: target_config", _fp8_block(read))
+    for key in ("hidden_size", "vocab_size", "max_position_embeddings"):
+        if getattr(layer, key) != getattr(target, key):
+            raise read.fail(
+                f"target_config.{key}", f"is {getattr(layer, key)}, but the target's is {getattr(target, key)}"
+            )
+    trained_for = raw.get("num_target_layers", target.num_layers)
+    if trained_for != target.num_layers:
+        raise read.fail("num_target_layers", f"is {trained_for!r}, but the target has {target.num_layers} layers")
+    return DraftConfig(layer, read.integer("num_draft_slots"))
+
+
+def load_config(model_dir: str | Path) -> tuple[Q1Config, DraftConfig | None]:
+    """Target and draft configs of a checkpoint folder; the draft is None where there is no mtp/config.json."""
+    folder = Path(model_dir)
+    path = folder / "config.json"
+    target = parse_target(read_json(path), str(path))
+    path = folder / "mtp" / "config.json"
+    if not path.exists():
+        return target, None
+    return target, parse_draft(read_json(path), target, str(path))
+
+
+def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingDefaults:
+    """generation_config.json's sampling defaults; its stop tokens join those of config.json.
+
+    Without the file the defaults are plain sampling. `do_sample: false` means temperature 0.
+    """
+    path = Path(model_dir) / "generation_config.json"
+    if not path.exists():
+        return SamplingDefaults(eos_token_ids=config.eos_token_ids)
+    raw = read_json(path)
+    read = _Reader(raw, str(path))
+    eos = _token_ids(raw.get("eos_token_id"))
+    if eos is None or any(token >= config.vocab_size for token in eos):
+        raise read.fail("eos_token_id", f"must be token ids below {config.vocab_size}, not {raw['eos_token_id']!r}")
+    temperature = read.number("temperature", 1.0)
+    top_p = read.number("top_p", 1.0)
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise read.fail("temperature and top_p", "must be at least 0, and in (0, 1]")
+    return SamplingDefaults(
+        temperature=temperature if raw.get("do_sample", True) else 0.0,
+        top_k=read.integer("top_k", 0) if raw.get("top_k") is not None else 0,
+        top_p=top_p,
+        eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + eos)),
+    )
