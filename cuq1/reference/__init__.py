@@ -1,0 +1,1 @@
+"""The NumPy reference: the CPU engine, and the oracle of every kernel."""

@@ -1,0 +1,335 @@
+"""The NumPy engine: the CPU's engine, and what every kernel is checked against."""
+
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from cuq1.checkpoint import Checkpoint
+from cuq1.config import load_sampling_defaults
+from cuq1.errors import RequestError
+from cuq1.reference.mtp import DraftForward
+from cuq1.reference.ops import F32
+from cuq1.reference.q1 import TargetForward
+from cuq1.reference.weights import load_draft, load_target
+from cuq1.sampling.depth import DepthRule, default_rule
+from cuq1.sampling.filter import Distribution, filtered
+from cuq1.sampling.params import DecodeParams
+from cuq1.sampling.rng import Purpose, fresh_seed, uniform
+from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
+from cuq1.sampling.speculative import draw, verify
+
+PREFILL_CHUNK = 256
+_FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
+
+
+class ReferenceEngine:
+    """One request at a time on the CPU, in FP32, with no activation quantisation.
+
+    tp > 1 computes with that many ranks' shares and sums them as the ranks of a
+    tensor-parallel run would; it is a check, not a speed-up. The sequence that
+    the engine holds grows by `prefill` and `decode` and shrinks by `rewind`.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tp: int = 1,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        depth_rule: DepthRule | None = None,
+    ) -> None:
+        checkpoint = Checkpoint.open(model_dir)
+        self.config = checkpoint.config
+        defaults = load_sampling_defaults(model_dir, checkpoint.config)
+        self.default_params = DecodeParams(
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            stop_tokens=defaults.eos_token_ids,
+        )
+        self._target_weights = load_target(checkpoint, tp, progress)
+        self._draft_weights = load_draft(checkpoint, tp)
+        self._draft_config = checkpoint.draft_config
+        self._rule = depth_rule or default_rule()
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """An empty sequence."""
+        self._target = TargetForward(self._target_weights, self.config, self.context)
+        self._draft: DraftForward | None = None
+        if self._draft_weights is not None and self._draft_config is not None:
+            self._draft = DraftForward(self._draft_weights, self._draft_config)
+        self._tokens: list[int] = []
+        self._done = 0  # tokens whose keys and values the target's caches hold
+        self._settled = 0  # positions whose draft rows are final
+        # Hidden states of positions done - len(hidden) .. done - 1: those that the draft has still to settle.
+        self._hidden: F32 = np.empty((0, self.config.hidden_size), np.float32)
+        self._logits: F32 | None = None  # after the last token, once that has been through the target
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed sequence: prompt and generated tokens."""
+        return tuple(self._tokens)
+
+    @property
+    def context(self) -> int:
+        """The largest number of tokens that the sequence can have."""
+        return self.config.max_position_embeddings
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that a round can have; 0 where the checkpoint has no draft."""
+        return 0 if self._draft_config is None else self._draft_config.num_draft_slots
+
+    def prefill(self, ids: Sequence[int], *, chunk: int = PREFILL_CHUNK) -> int:
+        """Make `ids` the engine's sequence, and compute what `decode` starts from.
+
+        The longest prefix that the caches already hold is kept, so a conversation's
+        next turn passes the whole conversation. The result does not depend on what
+        was kept, nor on `chunk`, the rows computed at once. Returns the number of
+        tokens that were kept. Raises RequestError for an empty prompt, one at or
+        past the context, or an id outside the vocabulary.
+        """
+        self._check_open()
+        ids = self._check_ids(ids, room=1)
+        if chunk < 1:
+            raise RequestError(f"the prefill chunk must be at least 1 row, not {chunk}")
+        kept = 0
+        for ours, theirs in zip(self._tokens, ids, strict=False):
+            if ours != theirs:
+                break
+            kept += 1
+        if kept < len(self._tokens) and not self._can_rewind(kept):
+            kept = 0
+        if kept < len(self._tokens):
+            self.rewind(kept)
+        kept = min(kept, self._done)
+        self._tokens = ids
+        if self._logits is None or self._done < len(ids):
+            self._catch_up(chunk)
+        return kept
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens of the sequence and forget the rest.
+
+        Raises RequestError where a sliding window's ring no longer holds what the
+        kept tokens' successors would see: prefill the sequence again then.
+        """
+        self._check_open()
+        if not 0 <= length <= len(self._tokens):
+            raise RequestError(f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens")
+        if length == len(self._tokens):
+            return
+        if not self._can_rewind(length):
+            raise RequestError(
+                f"rewind to {length} of {len(self._tokens)} tokens goes back further than the sliding windows' "
+                "rings hold: prefill the first tokens again instead"
+            )
+        if length == 0:
+            self._reset()
+            return
+        del self._tokens[length:]
+        self._forget(self._done - (length - 1))  # the last token goes through again, for its logits and hidden state
+        self._logits = None
+
+    def _can_rewind(self, length: int) -> bool:
+        """Whether the caches hold all that the queries from position length - 1 on will see."""
+        if length == 0:
+            return True
+        if self._target.oldest() > max(0, length - self.config.sliding_window):
+            return False
+        if self._draft is None:
+            return True
+        # The draft's rows lie in its ring up to `settled`, or can be made from hidden states that are still held.
+        need = max(0, length - self._draft.config.sliding_window)
+        held = self._done - len(self._hidden)
+        return need >= held or (need >= self._draft.oldest() and min(held, length - 1) <= self._settled)
+
+    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
+        """Generate from the end of the sequence; iterate over the result for the rounds.
+
+        Without params, those of the checkpoint's generation_config.json apply.
+        Ends with finish_reason "stop" at a stop token, which is committed as the last
+        one, and with "length" at max_tokens or at the context's end. Raises RequestError
+        on an empty or full sequence, and where drafts are asked of a checkpoint without any.
+        """
+        self._check_open()
+        params = params or self.default_params
+        if not self._tokens:
+            raise RequestError("there is nothing to continue: prefill a prompt first")
+        if len(self._tokens) >= self.context:
+            raise RequestError(f"the sequence fills the context of {self.context} tokens: rewind or shorten it")
+        if isinstance(params.draft, int) and params.draft > self.max_drafts:
+            raise RequestError(
+                f"{params.draft} drafts were asked for, but this checkpoint allows {self.max_drafts}: lower draft"
+            )
+        seed = fresh_seed() if params.seed is None else params.seed
+        return DecodeStream(seed, self._rounds(params, seed))
+
+    def score(self, ids: Sequence[int]) -> F32:
+        """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
+
+        Leaves the engine's sequence alone. Raises RequestError as `prefill` does, though the
+        sequence may fill the context.
+        """
+        self._check_open()
+        tokens = np.asarray(self._check_ids(ids, room=0))
+        target = TargetForward(self._target_weights, self.config, len(tokens))
+        out = np.empty((len(tokens), self.config.vocab_size), np.float32)
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            rows = slice(start, start + PREFILL_CHUNK)
+            out[rows] = target.logits(target.forward(tokens[rows], start))
+        return out
+
+    def close(self) -> None:
+        """Give the memory back; the engine cannot be used afterwards."""
+        self._closed = True
+        for name in ("_target", "_draft", "_target_weights", "_draft_weights", "_hidden", "_logits"):
+            self.__dict__.pop(name, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed: open another one")
+
+    def __enter__(self) -> "ReferenceEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_ids(self, ids: Sequence[int], room: int) -> list[int]:
+        tokens = [int(token) for token in ids]
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(tokens) > self.context - room:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, and the model's context of {self.context} leaves no room "
+                "to generate: shorten the prompt"
+            )
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+        return tokens
+
+    def _catch_up(self, chunk: int) -> None:
+        """Run the tokens that the caches do not hold yet through the target; keep the last one's logits."""
+        hidden = self._hidden
+        while self._done < len(self._tokens):
+            rows = np.asarray(self._tokens[self._done : self._done + chunk])
+            hidden = self._target.forward(rows, self._done)
+            self._advance(hidden)
+        self._logits = self._target.logits(hidden[-1:])[0]
+
+    def _advance(self, hidden: F32) -> None:
+        """Count rows as held by the target's caches, and keep what the draft needs of their hidden states."""
+        self._done += len(hidden)
+        if self._draft is not None:
+            self._hidden = np.concatenate((self._hidden, hidden))[-self._draft.slots :]
+
+    def _distribution(self, logits: F32, params: DecodeParams) -> Distribution:
+        return filtered(logits, params.temperature, params.top_k, params.top_p)
+
+    def _rounds(self, params: DecodeParams, seed: int) -> Generator[Round, None, FinishReason]:
+        """The request: a first token from the prompt's logits, then speculative rounds."""
+        budget = self.context - len(self._tokens)
+        if params.max_tokens is not None:
+            budget = min(budget, params.max_tokens)
+        if self._logits is None or self._done < len(self._tokens):
+            self._catch_up(PREFILL_CHUNK)
+        assert self._logits is not None
+        p = self._distribution(self._logits, params)
+        first = draw(p, uniform(seed, len(self._tokens), Purpose.TARGET))
+        step = Round((first,), 0, 0, from_prompt=True)
+        while True:
+            tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
+            self._commit(tokens)
+            budget -= len(tokens)
+            yield Round(tokens, step.drafted, step.accepted, step.from_prompt)
+            if stopped:
+                return "stop"
+            if budget == 0:
+                return "length"
+            step = self._round(params, seed)
+
+    def _commit(self, tokens: tuple[int, ...]) -> None:
+        """Append committed tokens; the last one is pending, so rows that were verified beyond it no longer count."""
+        self._tokens.extend(tokens)
+        self._forget(self._done - (len(self._tokens) - 1))
+        self._logits = None
+
+    def _forget(self, rows: int) -> None:
+        """No longer count the last `rows` positions as held by the caches."""
+        if rows > 0:
+            self._done -= rows
+            self._hidden = self._hidden[: max(0, len(self._hidden) - rows)]
+            self._settled = min(self._settled, self._done)
+
+    def _round(self, params: DecodeParams, seed: int) -> Round:
+        """Draft from the pending token on, verify all rows at once, apply the rejection rule."""
+        drafts, q = self._drafts(params, seed)
+        start = self._done
+        rows = np.asarray([self._tokens[start], *drafts])
+        hidden = self._target.forward(rows, start)
+        p = [self._distribution(row, params) for row in self._target.logits(hidden)]
+        accepted, token = verify(drafts, q, p, seed, start + 1)
+        self._advance(hidden[: accepted + 1])
+        return Round((*drafts[:accepted], token), len(drafts), accepted)
+
+    def _drafts(self, params: DecodeParams, seed: int) -> tuple[list[int], list[Distribution]]:
+        """The drafts after the pending token, each with the distribution that it was drawn from."""
+        pending = self._done  # the position of the pending token, the last committed one
+        limit = min(self.max_drafts, self.context - len(self._tokens) - 1)
+        if isinstance(params.draft, int):
+            limit = min(limit, params.draft)
+        if self._draft is None or params.draft == "off" or limit < 1:
+            return [], []
+        self._settle(self._draft)
+        hidden = self._hidden[-1:]
+        token = self._tokens[pending]
+        drafts: list[int] = []
+        q: list[Distribution] = []
+        served: list[float] = []
+        entropies: list[float] = []
+        while True:
+            depth = len(drafts)
+            hidden, logits = self._draft.forward(np.asarray([token]), hidden, pending - 1 + depth)
+            q.append(self._distribution(logits[0], params))
+            token = draw(q[-1], uniform(seed, pending + 1 + depth, Purpose.DRAFT))
+            drafts.append(token)
+            if len(drafts) == limit:
+                return drafts, q
+            if params.draft == "auto":
+                shape = q[-1] if params.temperature > 0 else filtered(logits[0], 1.0, _FEATURE_TOP_K, 1.0)
+                served.append(shape.prob(token))
+                entropies.append(shape.entropy())
+                if not self._rule.more(served, entropies):
+                    return drafts, q
+
+    def _settle(self, draft: DraftForward) -> None:
+        """Overwrite the draft's rows of newly committed positions with the true tokens and hidden states.
+
+        The last of them is left to the first draft depth, which computes it whole.
+        """
+        last = self._done - 1
+        first = max(self._settled, self._done - len(self._hidden))
+        if first < last:
+            held = self._done - len(self._hidden)
+            draft.settle(
+                np.asarray(self._tokens[first + 1 : last + 1]), self._hidden[first - held : last - held], first
+            )
+        self._settled = last
+        self._hidden = self._hidden[-1:]
+
+
+def _cut(tokens: tuple[int, ...], budget: int, stop_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the budget or the first stop token, and whether it was a stop token that ended them."""
+    tokens = tokens[:budget]
+    for i, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: i + 1], True
+    return tokens, False
