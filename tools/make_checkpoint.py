@@ -1,0 +1,299 @@
+"""Write a random IQuest-Q1 checkpoint of any config, in any layout, for tests and benchmarks.
+
+    python tools/make_checkpoint.py --config cuq1/assets/iquest-q1-nano --experts fused --shards 3 OUT
+
+The same seed gives the same values in every layout. Tensors are written as they
+are made, so memory stays bounded whatever the model's size; the folder appears
+under its name only when it is complete.
+"""
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+if not __package__:  # run as a script, whose folder is on the path instead of the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cuq1.config import FULL, SLIDING, parse_draft, parse_target, read_json
+from cuq1.errors import ConfigError, Cuq1Error
+from tools.checkpoint_tensors import DTYPES, Layout, Tensor, draft_tensors, target_tensors
+
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+# The names under which exports know the draft: what config.json then says.
+DRAFT_ALIASES: dict[str, dict[str, Any]] = {
+    "IQuestQ1MTPRecursive": {"architectures": ["IQuestQ1MTPRecursive"], "model_type": "iquest_q1_mtp_recursive"},
+    "IQuestQ1MtpRecursive": {"architectures": ["IQuestQ1MtpRecursive"], "model_type": "iquest_q1_mtp_recursive"},
+    "iquest_q1_mtp": {"architectures": ["IQuestQ1MTPRecursive"], "model_type": "iquest_q1_mtp"},
+}
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def tiny_config(**overrides: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Raw config.json and mtp/config.json of a model small enough for unit tests.
+
+    4 layers (full, sliding, sliding, full; the first dense) of 8 query and 2 KV heads. Overrides
+    are keys of config.json, and `draft_window` and `num_draft_slots` of the draft's.
+    """
+    draft_window = overrides.pop("draft_window", 8)
+    num_draft_slots = overrides.pop("num_draft_slots", 7)
+    target: dict[str, Any] = {
+        "architectures": ["IQuestQ1ForCausalLM"],
+        "model_type": "iquest_q1",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": 4,
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "dense_intermediate_size": 256,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "rotary_dim": 16,
+        "no_rope_layers": [],
+        "swa_rope_theta": 1e4,
+        "sliding_window": 24,
+        "use_hybrid_layers": True,
+        "use_sliding_window": True,
+        "first_layers_types": [FULL],
+        "hybrid_layers_types_block": [SLIDING],
+        "num_hybrid_layers_block": 2,
+        "last_layers_types": [FULL],
+        "mlp_only_layers": [0],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_router_dtype": "fp32",
+        "enable_sink_attention": True,
+        "first_layer_attn_out_scale": 1.0,
+        "first_layer_ffn_out_scale": 1.0,
+        "attn_out_scale": 1.0,
+        "ffn_out_scale": 0.53881590608,
+        "softmax_scale": None,
+        "logit_scale": 1.0,
+        "enable_lm_head_fp32": True,
+    }
+    target.update(overrides)
+    draft = {
+        "architectures": ["IQuestQ1MTPRecursive"],
+        "model_type": "iquest_q1_mtp_recursive",
+        "torch_dtype": "bfloat16",
+        "target_config": copy.deepcopy(target),
+        "num_draft_slots": num_draft_slots,
+        "num_target_layers": target["num_hidden_layers"],
+        "sliding_window": draft_window,
+        "swa_rope_theta": 1e4,
+        "fp32_residual_connection": True,
+        "quantization_config": copy.deepcopy(QUANTIZATION),
+    }
+    target["quantization_config"] = copy.deepcopy(QUANTIZATION)
+    return target, draft
+
+
+def write_checkpoint(
+    folder: str | Path,
+    target: dict[str, Any],
+    draft: dict[str, Any] | None,
+    layout: Layout | None = None,
+    seed: int = 0,
+    shards: int = 1,
+    text_from: Path | None = None,
+) -> Path:
+    """Write a checkpoint of raw configs (as `tiny_config` gives) to `folder`, new or empty, and return its path.
+
+    `quantization_config` is set or removed to fit the layout. Files of TEXT_FILES are copied from
+    `text_from` where it has them. Raises ConfigError for what cannot be written; nothing is left then.
+    """
+    folder, layout = Path(folder).resolve(), layout or Layout()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    target = _quantized(target, layout)
+    config = parse_target(target)
+    plans: list[tuple[str, dict[str, Any], list[Tensor]]] = [("", target, target_tensors(config, layout, seed))]
+    if draft is not None:
+        draft = _quantized(draft, layout)
+        plans.append(("mtp", draft, draft_tensors(parse_draft(draft, config).layer, layout, seed)))
+    most = min(len(tensors) for _, _, tensors in plans)
+    if not 1 <= shards <= most:
+        raise ConfigError(f"shards must be from 1 to {most}, so that no file is empty, not {shards}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(tensor.nbytes for _, _, tensors in plans for tensor in tensors)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ConfigError(f"{folder} needs {needed} bytes, and its disk has {free} free: choose another disk")
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        for name in TEXT_FILES:
+            if text_from is not None and (text_from / name).exists():
+                shutil.copyfile(text_from / name, partial / name)
+        if not (partial / "generation_config.json").exists():
+            defaults = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
+            _write_json(partial / "generation_config.json", {**defaults, "eos_token_id": target.get("eos_token_id")})
+        for name, raw, tensors in plans:
+            (partial / name).mkdir(exist_ok=True)
+            _write_json(partial / name / "config.json", raw)
+            _write_weights(partial / name, tensors, shards)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _quantized(raw: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+    return {**raw, "quantization_config": copy.deepcopy(QUANTIZATION)} if layout.fp8 else raw
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(folder: Path, tensors: list[Tensor], shards: int) -> None:
+    if shards == 1:
+        _write_file(folder / "model.safetensors", tensors)
+        return
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(_divide(tensors, shards), 1):
+        name = f"model-{number:05}-of-{shards:05}.safetensors"
+        _write_file(folder / name, part)
+        weight_map |= {tensor.name: name for tensor in part}
+    total = sum(tensor.nbytes for tensor in tensors)
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _divide(tensors: list[Tensor], shards: int) -> Iterator[list[Tensor]]:
+    """Consecutive parts of about equal bytes, none of them empty."""
+    left, start = sum(tensor.nbytes for tensor in tensors), 0
+    for remaining in range(shards, 0, -1):
+        stop, size = start + 1, tensors[start].nbytes
+        while len(tensors) - stop > remaining - 1 and size + tensors[stop].nbytes / 2 <= left / remaining:
+            size += tensors[stop].nbytes
+            stop += 1
+        if remaining == 1:
+            stop = len(tensors)
+        yield tensors[start:stop]
+        left, start = left - size, stop
+
+
+def _write_file(path: Path, tensors: list[Tensor]) -> None:
+    # widest elements first: every tensor is then aligned for its dtype
+    ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in ordered:
+        offsets = [position, position + tensor.nbytes]
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        position += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            for piece in tensor.pieces():
+                file.write(piece.tobytes())
+        if file.tell() != 8 + len(text) + position:
+            raise AssertionError(
+                f"{path}: wrote {file.tell()} bytes, but the header describes {8 + len(text) + position}"
+            )
+
+
+@dataclass(frozen=True)
+class _Configs:
+    target: dict[str, Any]
+    draft: dict[str, Any] | None
+    folder: Path | None
+
+
+def _read_configs(source: str) -> _Configs:
+    """`tiny`, a folder with config.json (and mtp/config.json), or a config.json alone."""
+    path = Path(source)
+    if source == "tiny" and not path.exists():
+        return _Configs(*tiny_config(), None)
+    if not path.is_dir():
+        return _Configs(read_json(path), None, path.parent)
+    draft = path / "mtp" / "config.json"
+    return _Configs(read_json(path / "config.json"), read_json(draft) if draft.exists() else None, path)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"make_checkpoint: {message}\n")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="make_checkpoint", description="Write a random IQuest-Q1 checkpoint.")
+    parser.add_argument("out", type=Path, help="the folder to write, new or empty")
+    parser.add_argument("--config", default="tiny", help="a checkpoint's folder, a config.json, or 'tiny' (default)")
+    parser.add_argument("--experts", choices=("per-expert", "fused"), default="per-expert")
+    parser.add_argument("--weights", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="files in each folder")
+    parser.add_argument("--router-name", choices=("router", "gate"), default="router")
+    parser.add_argument("--router-dtype", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--sink-leading-one", action="store_true", help="store sink_k as [1, kv_heads, head_dim]")
+    parser.add_argument("--scale-dtype", choices=("f32", "bf16"), default="f32")
+    parser.add_argument(
+        "--scales", choices=("pow2", "any"), default="pow2", help="pow2 makes BF16 copies exact; any rounds them"
+    )
+    parser.add_argument("--no-draft", action="store_true", help="write no mtp/")
+    parser.add_argument("--mtp-alias", choices=tuple(DRAFT_ALIASES), help="how mtp/config.json names the draft")
+    parser.add_argument("--with-training-draft", action="store_true", help="add mtp_layers.* to the main files")
+    parser.add_argument("--text-from", type=Path, help="copy tokenizer and template from here (default: --config)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        configs = _read_configs(args.config)
+        draft = None if args.no_draft else configs.draft
+        if args.mtp_alias:
+            if draft is None:
+                raise ConfigError("--mtp-alias names a draft, but none is written: give a --config folder with mtp/")
+            draft = {**draft, **DRAFT_ALIASES[args.mtp_alias]}
+        if args.text_from is not None and not args.text_from.is_dir():
+            raise ConfigError(f"{args.text_from} is not a folder: point --text-from to one with a tokenizer.json")
+        layout = Layout(
+            fused_experts=args.experts == "fused",
+            fp8=args.weights == "fp8",
+            router_name=args.router_name,
+            router_dtype=args.router_dtype.upper(),
+            sink_leading_one=args.sink_leading_one,
+            scale_dtype=args.scale_dtype.upper(),
+            pow2_scales=args.scales == "pow2",
+            training_draft=args.with_training_draft,
+        )
+        text_from = args.text_from or configs.folder
+        write_checkpoint(args.out, configs.target, draft, layout, args.seed, args.shards, text_from)
+    except Cuq1Error as error:
+        print(f"make_checkpoint: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"make_checkpoint: {args.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
