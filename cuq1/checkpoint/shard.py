@@ -20,8 +20,10 @@ class RankShare:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or not 0 <= self.rank < self.tp:
-            raise ConfigError(f"rank {self.rank} of tp {self.tp}: tp must be at least 1, and a rank below tp")
+        if self.tp < 1:
+            raise ConfigError(f"tp {self.tp} must be at least 1: it is the number of ranks")
+        if not 0 <= self.rank < self.tp:
+            raise ConfigError(f"rank {self.rank} is outside tp {self.tp}: choose one from 0 to {self.tp - 1}")
         fault = _fault(self.config, self.tp)
         if fault:
             fits = [tp for tp in range(1, self.config.num_attention_heads + 1) if not _fault(self.config, tp)]

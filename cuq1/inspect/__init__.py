@@ -1,0 +1,1 @@
+"""python -m cuq1.inspect DIR: a checkpoint's sizes, what a rank holds, and the floor of a decode round."""

@@ -1,0 +1,71 @@
+"""The command line of cuq1.inspect."""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from cuq1.errors import Cuq1Error
+from cuq1.inspect.render import render
+from cuq1.inspect.report import report
+
+DEFAULT_BANDWIDTH = "4.5TB/s"  # an H200 reading its memory
+
+_BANDWIDTH = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(?:b(?:/s)?)?", re.IGNORECASE)
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes a second from 4.5e12, 4.5TB/s, 4500 GB/s; ValueError for anything else."""
+    match = _BANDWIDTH.fullmatch(text.strip())
+    value = float(match[1]) * _PREFIXES[match[2].lower()] if match else math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"cuq1.inspect: {message}\n")
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        return parse_bandwidth(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a bandwidth: write bytes a second, as 4.5e12 or 4.5TB/s"
+        ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; 0, or 2 after one sentence on stderr."""
+    parser = _Parser(prog="cuq1.inspect", description="Sizes of a checkpoint and the floor of its decode round.")
+    parser.add_argument("dir", type=Path, help="folder with config.json, with or without weights")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    parser.add_argument("--context", type=int, metavar="N", help="positions in the KV cache (default: several)")
+    parser.add_argument(
+        "--bandwidth", type=_bandwidth, default=DEFAULT_BANDWIDTH, metavar="B/s", help="default %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, bytes/s, ms and counts")
+    args = parser.parse_args(argv)
+    try:
+        found = report(args.dir, args.tp, args.context, args.bandwidth)
+    except Cuq1Error as error:
+        print(f"cuq1.inspect: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
+    except BrokenPipeError:
+        # the reader has what it wanted; without this the interpreter complains again as it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a config costs and, for the device engine, which launches compute it."""
