@@ -102,7 +102,7 @@ class ReferenceEngine:
             if ours != theirs:
                 break
             kept += 1
-        if kept < len(self._tokens) and not self._can_rewind(kept):
+        if kept < len(self._tokens) and self._restart(kept) is None:
             kept = 0
         if kept < len(self._tokens):
             self.rewind(kept)
@@ -123,30 +123,37 @@ class ReferenceEngine:
             raise RequestError(f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens")
         if length == len(self._tokens):
             return
-        if not self._can_rewind(length):
+        if length == 0:
+            self._reset()
+            return
+        restart = self._restart(length)
+        if restart is None:
             raise RequestError(
                 f"rewind to {length} of {len(self._tokens)} tokens goes back further than the sliding windows' "
                 "rings hold: prefill the first tokens again instead"
             )
-        if length == 0:
-            self._reset()
-            return
         del self._tokens[length:]
-        self._forget(self._done - (length - 1))  # the last token goes through again, for its logits and hidden state
+        self._forget(self._done - restart)
         self._logits = None
 
-    def _can_rewind(self, length: int) -> bool:
-        """Whether the caches hold all that the queries from position length - 1 on will see."""
+    def _restart(self, length: int) -> int | None:
+        """Where computing must start again for the first `length` tokens to stand; None where the rings forbid it.
+
+        That is the last of them, for its logits and hidden state, or so much earlier
+        that hidden states for the draft's whole window come with it.
+        """
         if length == 0:
-            return True
-        if self._target.oldest() > max(0, length - self.config.sliding_window):
-            return False
-        if self._draft is None:
-            return True
-        # The draft's rows lie in its ring up to `settled`, or can be made from hidden states that are still held.
-        need = max(0, length - self._draft.config.sliding_window)
+            return 0
+        first = length - 1
+        if self._draft is not None and not self._draft_holds(self._draft, length):
+            first = max(0, length - self._draft.config.sliding_window)
+        return first if self._target.oldest() <= max(0, first + 1 - self.config.sliding_window) else None
+
+    def _draft_holds(self, draft: DraftForward, length: int) -> bool:
+        """Whether the draft's rows before position length - 1 lie in its ring, or can be made from held states."""
+        need = max(0, length - draft.config.sliding_window)
         held = self._done - len(self._hidden)
-        return need >= held or (need >= self._draft.oldest() and min(held, length - 1) <= self._settled)
+        return need >= held or (need >= draft.oldest() and min(held, length - 1) <= self._settled)
 
     def decode(self, params: DecodeParams | None = None) -> DecodeStream:
         """Generate from the end of the sequence; iterate over the result for the rounds.
