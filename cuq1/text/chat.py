@@ -78,7 +78,7 @@ class ChatTemplate:
         Raises TextError for messages or tools that are malformed or that the template refuses.
         """
         try:
-            messages, tools = check_messages(messages), check_tools(tools or [])
+            messages, tools = check_messages(messages), check_tools([] if tools is None else tools)
             guard = InputGuard(self._spellings, [messages, tools], self._source)
             variables = {
                 **self._special_tokens,

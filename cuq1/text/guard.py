@@ -90,7 +90,10 @@ class InputGuard:
             return {self.protect(key): self.protect(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.protect(item) for item in value]
-        return value
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        # A string inside a type that is not looked into would reach the template unmarked.
+        raise TextError(f"The messages or tools hold a {type(value).__name__}: use JSON values only.")
 
     def strip(self, text: str) -> str:
         """`text` as typed, without marks."""

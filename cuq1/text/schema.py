@@ -20,9 +20,6 @@ class ParameterTypes:
 
     def __init__(self, parameters: Any) -> None:
         self._root = parameters
-        # Both memos also keep their schema alive, so that its id() is not reused. A memo of None marks a schema
-        # under evaluation: met again, it is a cycle, and says nothing beyond what the first visit will say.
-        self._types: dict[int, tuple[Any, frozenset[str] | None]] = {}
         self._answers: dict[str, tuple[bool, frozenset[str]]] = {}
 
     def declares(self, key: str) -> bool:
@@ -36,8 +33,8 @@ class ParameterTypes:
     def _answer(self, key: str) -> tuple[bool, frozenset[str]]:
         if key not in self._answers:
             schema = self._property(self._root, key, {}, 0)
-            types = self._evaluate(schema, 0)
-            self._answers[key] = (schema is not None, ANY_TYPE if types is None else types)
+            types = self._evaluate(schema, {}, 0)
+            self._answers[key] = (schema is not None, types or ANY_TYPE)
         return self._answers[key]
 
     def _property(self, schema: Any, key: str, memo: dict[int, Any], depth: int) -> Any:
@@ -65,13 +62,13 @@ class ParameterTypes:
             memo[id(schema)] = found[0] if len(found) == 1 else {"allOf": found}
         return memo[id(schema)]
 
-    def _evaluate(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """Types that `schema` allows; None on the inside of a cycle."""
+    def _evaluate(self, schema: Any, memo: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
+        """Types that `schema` allows; none on the inside of a cycle, which adds nothing to a union."""
         if not isinstance(schema, Mapping) or depth > _DEPTH:
             return ANY_TYPE
-        if id(schema) in self._types:
-            return self._types[id(schema)][1]
-        self._types[id(schema)] = (schema, None)
+        if id(schema) in memo:
+            return memo[id(schema)]
+        memo[id(schema)] = frozenset()
         allowed = ANY_TYPE
         if "type" in schema:
             declared = schema["type"]
@@ -82,14 +79,12 @@ class ParameterTypes:
             allowed &= _named([_type_of(schema["const"])])
         inherited = [self._resolve(schema["$ref"])] if "$ref" in schema else []
         for part in inherited + _list(schema, "allOf"):
-            types = self._evaluate(part, depth + 1)
-            allowed &= ANY_TYPE if types is None else types
+            allowed &= self._evaluate(part, memo, depth + 1)
         for union in ("anyOf", "oneOf"):
-            members = [self._evaluate(part, depth + 1) for part in _list(schema, union)]
-            known = [types for types in members if types is not None]
-            if known:
-                allowed &= frozenset().union(*known)
-        self._types[id(schema)] = (schema, allowed)
+            members = [self._evaluate(part, memo, depth + 1) for part in _list(schema, union)]
+            if members:
+                allowed &= frozenset().union(*members)
+        memo[id(schema)] = allowed
         return allowed
 
     def _resolve(self, reference: Any) -> Any:
