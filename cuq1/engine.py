@@ -31,6 +31,10 @@ class Engine(Protocol):
         """The committed sequence: prompt and generated tokens."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
     def context(self) -> int:
         """The largest number of tokens that the sequence can have."""
 

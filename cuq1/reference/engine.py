@@ -75,6 +75,11 @@ class ReferenceEngine:
         return tuple(self._tokens)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.config.vocab_size
+
+    @property
     def context(self) -> int:
         """The largest number of tokens that the sequence can have."""
         return self.config.max_position_embeddings
