@@ -18,6 +18,7 @@ LENGTH_BYTES = 8
 # The format's own bound; a longer header is a damaged length, and would be read into memory.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSION = 2**63 - 1
+MAX_RANK = 8
 
 DTYPE_BITS = {
     "F64": 64,
@@ -128,14 +129,13 @@ def _entry(name: str, fields: Any, start: int, where: str) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _damaged(where, f"{label} has the unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or not all(map(_whole, shape)):
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_whole, shape)):
         _damaged(where, f"{label} has a shape that is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
         _damaged(where, f"{label} has data_offsets that are not two positions")
     begin, end = offsets
-    bits = prod(shape) * DTYPE_BITS[dtype]
-    if end < begin or (end - begin) * 8 != bits:
-        _damaged(where, f"{label}, {dtype} {shape}, needs {bits / 8:.0f} bytes, but has data_offsets {offsets}")
+    if (end - begin) * 8 != prod(shape) * DTYPE_BITS[dtype]:  # in bits: an F4 or F6 tensor need not fill whole bytes
+        _damaged(where, f"{label}, {dtype} {shape}, does not fit its data_offsets {offsets}")
     return Entry(dtype, tuple(shape), start + begin, start + end)
 
 

@@ -122,7 +122,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map must map tensor names to shard files: copy the file again")
     for shard in weight_map.values():
         # Shards lie beside their index: a path could reach any file of the machine.
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        named = isinstance(shard, str) and shard.isprintable() and shard.endswith(".safetensors")
+        if not named or Path(shard).name != shard:
             raise CheckpointError(
                 f"{path}: weight_map names {str(shard)[:200]!r}, and a shard must be a .safetensors file of that folder"
             )

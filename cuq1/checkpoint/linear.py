@@ -91,7 +91,8 @@ class Linear:
             piece = out[top:bottom]
             _decode(self.weight[top:bottom], piece)
             if columns is not None:
-                np.multiply(piece, columns[position // BLOCK - self.row0 // BLOCK], out=piece)
+                with np.errstate(over="ignore"):  # reported below, by name
+                    np.multiply(piece, columns[position // BLOCK - self.row0 // BLOCK], out=piece)
             if not np.isfinite(piece).all():
                 raise CheckpointError(
                     f"{self.source} holds values that are not finite, in rows {position} to "

@@ -47,7 +47,7 @@ def report(folder: Path, tp: int, context: int | None, bandwidth: float) -> dict
     weights = any(path.name.endswith((".safetensors", ".safetensors.index.json")) for path in _files(folder))
     contexts = [length for length in CONTEXTS if length <= longest] or [longest]
     return {
-        "path": str(folder),
+        "path": str(folder).encode(errors="replace").decode(),  # a name that is not UTF-8 could not be printed
         "config": _sizes(config, draft),
         "parameters": _parameters(config, draft),
         **(_stored(Checkpoint.open(folder), tp) if weights else {"rank_bytes": _estimated(config, draft, tp)}),
