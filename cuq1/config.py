@@ -43,6 +43,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Bounds every size and count, so that a damaged one cannot start endless work.
+_LARGEST = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """Sampling parameters of generation_config.json; top_k 0 means no limit."""
@@ -126,15 +130,19 @@ class _Reader:
 
     def integer(self, key: str, low: int = 1) -> int:
         value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fail(key, f"must be an integer of at least {low}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _LARGEST:
+            raise self.fail(key, f"must be an integer from {low} to {_LARGEST}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        try:
+            finite = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+        except OverflowError:  # an integer beyond every float
+            finite = False
+        if value is None or not finite:
             raise self.fail(key, f"must be a finite number, not {value!r}")
         return float(value)
 
@@ -224,11 +232,12 @@ def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | Non
         value = raw.get(key)
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
             raise read.fail(key, f"is {value!r}, which cuq1 does not compute (it computes {allowed[-1]!r})")
-    scaling = raw.get("rope_scaling")
-    if scaling is not None:
-        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else scaling
-        if kind != "default":
-            raise read.fail("rope_scaling", f"has type {kind!r}, and only the default (unscaled) RoPE is computed")
+    for key in ("rope_scaling", "rope_parameters"):  # the older and the newer spelling
+        scaling = raw.get(key)
+        if scaling is not None:
+            kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else scaling
+            if kind != "default":
+                raise read.fail(key, f"has type {kind!r}, and only the default (unscaled) RoPE is computed")
     layers = read.integer("num_hidden_layers")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads")

@@ -9,11 +9,10 @@ under its name only when it is complete.
 
 import argparse
 import copy
-import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +22,8 @@ if not __package__:  # run as a script, whose folder is on the path instead of t
 
 from cuq1.config import FULL, SLIDING, parse_draft, parse_target, read_json
 from cuq1.errors import ConfigError, Cuq1Error
-from tools.checkpoint_tensors import DTYPES, Layout, Tensor, draft_tensors, target_tensors
+from tools.checkpoint_tensors import Layout, Tensor, draft_tensors, target_tensors
+from tools.checkpoint_writer import write_json, write_weights
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -149,11 +149,11 @@ def write_checkpoint(
                 shutil.copyfile(text_from / name, partial / name)
         if not (partial / "generation_config.json").exists():
             defaults = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
-            _write_json(partial / "generation_config.json", {**defaults, "eos_token_id": target.get("eos_token_id")})
+            write_json(partial / "generation_config.json", {**defaults, "eos_token_id": target.get("eos_token_id")})
         for name, raw, tensors in plans:
             (partial / name).mkdir(exist_ok=True)
-            _write_json(partial / name / "config.json", raw)
-            _write_weights(partial / name, tensors, shards)
+            write_json(partial / name / "config.json", raw)
+            write_weights(partial / name, tensors, shards)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -163,59 +163,6 @@ def write_checkpoint(
 def _quantized(raw: dict[str, Any], layout: Layout) -> dict[str, Any]:
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     return {**raw, "quantization_config": copy.deepcopy(QUANTIZATION)} if layout.fp8 else raw
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_weights(folder: Path, tensors: list[Tensor], shards: int) -> None:
-    if shards == 1:
-        _write_file(folder / "model.safetensors", tensors)
-        return
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(_divide(tensors, shards), 1):
-        name = f"model-{number:05}-of-{shards:05}.safetensors"
-        _write_file(folder / name, part)
-        weight_map |= {tensor.name: name for tensor in part}
-    total = sum(tensor.nbytes for tensor in tensors)
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _divide(tensors: list[Tensor], shards: int) -> Iterator[list[Tensor]]:
-    """Consecutive parts of about equal bytes, none of them empty."""
-    left, start = sum(tensor.nbytes for tensor in tensors), 0
-    for remaining in range(shards, 0, -1):
-        stop, size = start + 1, tensors[start].nbytes
-        while len(tensors) - stop > remaining - 1 and size + tensors[stop].nbytes / 2 <= left / remaining:
-            size += tensors[stop].nbytes
-            stop += 1
-        if remaining == 1:
-            stop = len(tensors)
-        yield tensors[start:stop]
-        left, start = left - size, stop
-
-
-def _write_file(path: Path, tensors: list[Tensor]) -> None:
-    # widest elements first: every tensor is then aligned for its dtype
-    ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in ordered:
-        offsets = [position, position + tensor.nbytes]
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        position += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered:
-            for piece in tensor.pieces():
-                file.write(piece.tobytes())
-        if file.tell() != 8 + len(text) + position:
-            raise AssertionError(
-                f"{path}: wrote {file.tell()} bytes, but the header describes {8 + len(text) + position}"
-            )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from cuq1.config import Q1Config
 from cuq1.errors import ConfigError
 
+MOST_RANKS = 1024  # far beyond one NVLink domain
+
 
 @dataclass(frozen=True)
 class RankShare:
@@ -20,13 +22,13 @@ class RankShare:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise ConfigError(f"tp {self.tp} must be at least 1: it is the number of ranks")
+        if not 1 <= self.tp <= MOST_RANKS:
+            raise ConfigError(f"tp {self.tp} must be from 1 to {MOST_RANKS}: it is the number of ranks")
         if not 0 <= self.rank < self.tp:
             raise ConfigError(f"rank {self.rank} is outside tp {self.tp}: choose one from 0 to {self.tp - 1}")
         fault = _fault(self.config, self.tp)
         if fault:
-            fits = [tp for tp in range(1, self.config.num_attention_heads + 1) if not _fault(self.config, tp)]
+            fits = [tp for tp in range(1, MOST_RANKS + 1) if not _fault(self.config, tp)]
             raise ConfigError(
                 f"tp {self.tp} does not divide this model ({fault}): choose one of {', '.join(map(str, fits))}"
             )

@@ -4,6 +4,7 @@ Everything is unsplit here, and a view of the mapped files. Vectors keep their s
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 
 from cuq1.checkpoint.claims import Claims, Stored
 from cuq1.checkpoint.linear import Linear
@@ -127,22 +128,25 @@ def _experts(claims: Claims, config: Q1Config, prefix: str) -> StoredExperts:
     if name not in claims.index and f"{prefix}gate.weight" in claims.index:
         name = f"{prefix}gate.weight"
     router = claims.stored(name, (count, hidden))
-    fused, projection = f"{prefix}experts.fc", f"{prefix}experts.proj"
-    if fused not in claims.index and projection not in claims.index:
-        each = [f"{prefix}experts.{expert}." for expert in range(count)]
+    both, down = f"{prefix}experts.fc", f"{prefix}experts.proj"
+    if both not in claims.index and down not in claims.index:
+
+        def each(projection: str, rows: int, cols: int) -> tuple[Linear, ...]:
+            return tuple(claims.linear(f"{prefix}experts.{i}.{projection}", rows, cols) for i in range(count))
+
         return StoredExperts(
             router=router,
-            gate=tuple(claims.linear(f"{expert}gate_proj", width, hidden) for expert in each),
-            up=tuple(claims.linear(f"{expert}up_proj", width, hidden) for expert in each),
-            down=tuple(claims.linear(f"{expert}down_proj", hidden, width) for expert in each),
+            gate=each("gate_proj", width, hidden),
+            up=each("up_proj", width, hidden),
+            down=each("down_proj", hidden, width),
         )
-    both = _stack(claims, fused, count, 2 * width, hidden)
+    gate_up = _stack(claims, both, count, 2 * width, hidden)
     return StoredExperts(
         router=router,
         # The scale grid is the fused matrix's: where the width is no multiple of a block, up begins inside one.
-        gate=tuple(linear.part(slice(0, width)) for linear in both),
-        up=tuple(linear.part(slice(width, 2 * width)) for linear in both),
-        down=_stack(claims, projection, count, hidden, width),
+        gate=tuple(linear.part(slice(0, width)) for linear in gate_up),
+        up=tuple(linear.part(slice(width, 2 * width)) for linear in gate_up),
+        down=_stack(claims, down, count, hidden, width),
     )
 
 
@@ -150,7 +154,7 @@ def _stack(claims: Claims, name: str, count: int, rows: int, cols: int) -> tuple
     """A fused tensor [count, rows, cols] as one linear an expert; its scales are `name`_scale_inv [count, .., ..]."""
     weight, scale = claims.quantizable(name, (count, rows, cols))
     source = claims.source(name)
-    return tuple(
-        Linear(f"{source}[{expert}]", weight[expert], None if scale is None else scale[expert])
-        for expert in range(count)
-    )
+    scales = repeat(None) if scale is None else scale
+    # not strict: a failed claim leaves fewer of either, and is reported when the walk ends
+    pairs = zip(weight, scales, strict=False)
+    return tuple(Linear(f"{source}[{expert}]", *pair) for expert, pair in enumerate(pairs))

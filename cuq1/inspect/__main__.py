@@ -16,7 +16,7 @@ from cuq1.inspect.report import report
 
 DEFAULT_BANDWIDTH = "4.5TB/s"  # an H200 reading its memory
 
-_BANDWIDTH = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(?:b(?:/s)?)?", re.IGNORECASE)
+_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(?:b(?:/s)?)?", re.IGNORECASE)
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -25,7 +25,7 @@ def parse_bandwidth(text: str) -> float:
     match = _BANDWIDTH.fullmatch(text.strip())
     value = float(match[1]) * _PREFIXES[match[2].lower()] if match else math.nan
     if not 0 < value < math.inf:
-        raise ValueError(text)
+        raise ValueError(f"{text!r} is not a bandwidth: write bytes a second, as 4.5e12 or 4.5TB/s")
     return value
 
 
@@ -37,10 +37,8 @@ class _Parser(argparse.ArgumentParser):
 def _bandwidth(text: str) -> float:
     try:
         return parse_bandwidth(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a bandwidth: write bytes a second, as 4.5e12 or 4.5TB/s"
-        ) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

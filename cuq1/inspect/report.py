@@ -139,7 +139,7 @@ def _floor(config: Q1Config, draft: DraftConfig | None, tp: int, bandwidth: floa
     depths = 0 if draft is None else min(cost.FLOOR_DEPTHS, draft.num_draft_slots)
     depth_bytes = 0.0 if draft is None else cost.draft_depth_bytes(draft, tp)
     rows = []
-    for distinct in cost.distinct_levels(config, depths + 1):
+    for distinct in cost.distinct_levels(config):
         target = cost.target_cost(config, tp, distinct).total
         both = target + depths * depth_bytes
         row = {"distinct_experts": distinct, "target_bytes": target, "target_ms": target / bandwidth * 1e3}

@@ -189,7 +189,7 @@ def test_the_released_model_at_eight_ranks():
         ({"dense_intermediate_size": 100}, 8, "dense_intermediate_size is 100): choose one of 1, 2, 4"),
         ({"vocab_size": 98}, 4, "vocab_size is 98): choose one of 1, 2"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 96}, 2, "num_key_value_heads is 3"),
-        ({}, 0, "tp 0 must be at least 1"),
+        ({}, 0, "tp 0 must be from 1 to 1024"),
     ],
 )
 def test_shares_that_are_not_equal_are_refused(change, tp, says):

@@ -194,6 +194,16 @@ def test_bf16_under_a_config_that_declares_fp8_is_accepted(copy):
     Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize("name", ["plain", "fused"])
+@pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size", "vocab_size"])
+def test_absurd_sizes_end_in_a_sentence(copy, name, key):
+    folder = copy(name)
+    shutil.rmtree(folder / "mtp")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, key: 2**31 - 1}))
+    assert "use files and config.json of one checkpoint" in refusal(folder)
+
+
 # files
 
 
