@@ -141,10 +141,15 @@ class Template:
         try:
             return self._template.render({**variables, _GUARD: guard})
         except _RefusalError as error:
-            problem = guard.strip(str(error)).rstrip(".")
+            problem = _one_line(guard.strip(str(error)))
             raise TextError(f"{self._name} refuses the messages ({problem}): change them accordingly.") from error
         except Exception as error:  # a template is a program from elsewhere, and may fail in any way
-            problem = guard.strip(f"{type(error).__name__}: {error}").rstrip(".")
+            problem = _one_line(guard.strip(f"{type(error).__name__}: {error}"))
             raise TextError(
                 f"{self._name} fails on these messages ({problem}): change the messages, or repair the template."
             ) from error
+
+
+def _one_line(message: str) -> str:
+    """`message` fit to stand inside a sentence."""
+    return " ".join(message.split()).rstrip(".")

@@ -55,6 +55,13 @@ TOOLS = [
 ALLOWED = {"path": {str}, "ref": {str}, "maybe": {str, type(None)}, "limit": {int, str}, "count": {int}}
 
 
+def fresh_random() -> random.Random:
+    """New random inputs in every run; a failure's captured output names the seed."""
+    seed = random.randrange(2**32)
+    print(f"random.Random({seed})")
+    return random.Random(seed)
+
+
 def block(name: str, *arguments: tuple[str, str], gap: str = "") -> str:
     parts = [f"<arg_key>{k}</arg_key>{gap}<arg_value>{v}</arg_value>{gap}" for k, v in arguments]
     return f"{OPEN}{name}{gap}{''.join(parts)}{CLOSE}"
@@ -181,7 +188,7 @@ def stream_events(pieces: Iterable[Iterable[Event]], tools: Any, reasoning: bool
 
 
 def check_against_oracle(rounds: int) -> None:
-    rng = random.Random()
+    rng = fresh_random()
     calls = visible = 0
     for _ in range(rounds):
         text, reasoning, tools = random_output(rng), rng.random() < 0.3, rng.choice([TOOLS, TOOLS, TOOLS, None, []])
@@ -243,7 +250,7 @@ def test_broken_parsers_would_be_noticed(
 ) -> None:
     flaw(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        check_against_oracle(300)
+        check_against_oracle(3000)
 
 
 def single_call(text: str, tools: Any = TOOLS) -> tuple[str, str]:
@@ -392,7 +399,7 @@ def test_typed_markup_in_tokens_is_text() -> None:
 
 
 def test_generated_output_parses_from_tokens_as_from_text() -> None:
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(100):
         text = random_output(rng)
         ids = TOKENIZER.encode(text, control=True)

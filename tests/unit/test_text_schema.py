@@ -22,6 +22,13 @@ KINDS = {
 }
 
 
+def fresh_random() -> random.Random:
+    """New random inputs in every run; a failure's captured output names the seed."""
+    seed = random.randrange(2**32)
+    print(f"random.Random({seed})")
+    return random.Random(seed)
+
+
 def reference_kind(text: str) -> str | None:
     """`json.loads`, without its extensions to JSON."""
 
@@ -53,7 +60,7 @@ def mutated(rng: random.Random, text: str) -> str:
 
 
 def check_json_kind(rounds: int) -> None:
-    rng = random.Random()
+    rng = fresh_random()
     seen = {True: 0, False: 0}
     for _ in range(rounds):
         text = json.dumps(random_value(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
