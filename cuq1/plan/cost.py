@@ -2,7 +2,7 @@
 
 At one stream a round is bound by memory: its floor is these bytes over the bandwidth.
 Counted are weight matrices and KV rows, each read once. Block scales, norms, sinks and
-activations are not: together they are below 0.1 % of the released model's floor.
+activations are not: together they are below 0.2 % of the released model's floor.
 `tp` must divide the config, as checkpoint.RankShare checks.
 """
 
