@@ -4,10 +4,12 @@ All are made from a seed, so that tools and tests can share or separate sets.
 """
 
 import inspect
+import json
 import random
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from cuq1.text import ChatTemplate, Tokenizer
 
@@ -25,18 +27,7 @@ FOLDERS = ("src", "lib", "tests", "app", "tools", "docs", "pkg/core", "src/util"
 COMMANDS = ("git status", "git diff", "ls -la", "pytest -q", "make test", "git log --oneline", "ruff check .", "pwd")
 
 
-def _tool(name: str, description: str, *parameters: str) -> dict[str, object]:
-    properties = {parameter: {"type": "string"} for parameter in parameters}
-    schema = {"type": "object", "properties": properties, "required": list(parameters)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-TOOLS = [
-    _tool("read_file", "Read a file.", "path"),
-    _tool("list_dir", "List a directory.", "path"),
-    _tool("run", "Run a shell command.", "command"),
-    _tool("write_file", "Write a file.", "path", "content"),
-]
+TOOLS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("nano_tools.json").read_text(encoding="utf-8"))
 
 
 def _functions() -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
 from collections.abc import Callable, Generator, Sequence
+from operator import index
 from pathlib import Path
 from types import TracebackType
 
@@ -54,6 +55,7 @@ class ReferenceEngine:
         self._draft_config = checkpoint.draft_config
         self._rule = depth_rule or default_rule()
         self._closed = False
+        self._request = 0  # counts what supersedes a running decode
         self._reset()
 
     def _reset(self) -> None:
@@ -100,6 +102,7 @@ class ReferenceEngine:
         """
         self._check_open()
         ids = self._check_ids(ids, room=1)
+        self._request += 1
         if chunk < 1:
             raise RequestError(f"the prefill chunk must be at least 1 row, not {chunk}")
         kept = 0
@@ -126,6 +129,7 @@ class ReferenceEngine:
         self._check_open()
         if not 0 <= length <= len(self._tokens):
             raise RequestError(f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens")
+        self._request += 1
         if length == len(self._tokens):
             return
         if length == 0:
@@ -178,8 +182,9 @@ class ReferenceEngine:
             raise RequestError(
                 f"{params.draft} drafts were asked for, but this checkpoint allows {self.max_drafts}: lower draft"
             )
+        self._request += 1
         seed = fresh_seed() if params.seed is None else params.seed
-        return DecodeStream(seed, self._rounds(params, seed))
+        return DecodeStream(seed, self._rounds(params, seed, self._request))
 
     def score(self, ids: Sequence[int]) -> F32:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
@@ -206,6 +211,10 @@ class ReferenceEngine:
         if self._closed:
             raise RequestError("the engine is closed: open another one")
 
+    def _check_current(self, request: int) -> None:
+        if self._closed or request != self._request:
+            raise RequestError("this request ended when the engine was given something else to do: decode again")
+
     def __enter__(self) -> "ReferenceEngine":
         return self
 
@@ -215,7 +224,10 @@ class ReferenceEngine:
         self.close()
 
     def _check_ids(self, ids: Sequence[int], room: int) -> list[int]:
-        tokens = [int(token) for token in ids]
+        try:
+            tokens = [index(token) for token in ids]
+        except TypeError:
+            raise RequestError("a prompt is a sequence of integer token ids: encode the text first") from None
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         if len(tokens) > self.context - room:
@@ -246,8 +258,9 @@ class ReferenceEngine:
     def _distribution(self, logits: F32, params: DecodeParams) -> Distribution:
         return filtered(logits, params.temperature, params.top_k, params.top_p)
 
-    def _rounds(self, params: DecodeParams, seed: int) -> Generator[Round, None, FinishReason]:
+    def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
         """The request: a first token from the prompt's logits, then speculative rounds."""
+        self._check_current(request)
         budget = self.context - len(self._tokens)
         if params.max_tokens is not None:
             budget = min(budget, params.max_tokens)
@@ -266,6 +279,7 @@ class ReferenceEngine:
                 return "stop"
             if budget == 0:
                 return "length"
+            self._check_current(request)
             step = self._round(params, seed)
 
     def _commit(self, tokens: tuple[int, ...]) -> None:

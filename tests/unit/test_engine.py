@@ -24,10 +24,6 @@ def generate(engine, ids=None, **params):
     return [token for step in engine.decode(DecodeParams(**params)) for token in step]
 
 
-def flat(step):
-    return list(step)
-
-
 def cache_rows(engine):
     """Every cache's keys and values at the positions that a later query can see, target then draft."""
     rows = []
@@ -314,6 +310,9 @@ def test_requests_that_cannot_be_served(engine, tiny):
             engine.prefill([1, bad])
     with pytest.raises(RequestError, match="chunk"):
         engine.prefill([1], chunk=0)
+    for bad_ids in ("text", [1.5], [None]):
+        with pytest.raises(RequestError, match="integer token ids"):
+            engine.prefill(bad_ids)
     for device, error in (("cuda", DeviceError), ("tpu", RequestError)):
         with pytest.raises(error, match="device"):
             open_engine(tiny, device=device)
@@ -328,6 +327,16 @@ def test_a_closed_engine_says_so(tiny):
     for call in (lambda: engine.prefill([1]), engine.decode, lambda: engine.score([1])):
         with pytest.raises(RequestError, match="closed"):
             call()
+
+
+def test_a_superseded_request_does_not_go_on(engine):
+    for disturb in (lambda: engine.prefill(prompt(9)), lambda: engine.rewind(11), engine.decode, engine.close):
+        engine.prefill(prompt(10))
+        stream = engine.decode(DecodeParams(max_tokens=50))
+        next(stream)
+        disturb()
+        with pytest.raises(RequestError, match="decode again"):
+            next(stream)
 
 
 def test_score_leaves_the_sequence_alone(engine):
