@@ -95,15 +95,20 @@ class LayerForward:
         return out.reshape(len(n), -1)
 
     def _moe(self, f: F32, experts: Experts) -> F32:
-        """Sum of the routed experts' outputs, weighted, in order of expert index."""
+        """The routed experts' outputs [rows, hidden], weighted and summed from the largest weight down."""
         ids, weights = route(linear(f, experts.router), self.config.num_experts_per_tok)
-        parts = [np.zeros_like(f) for _ in experts.gate_up]
-        for expert in np.unique(ids):
-            rows, places = np.nonzero(ids == expert)
-            share = weights[rows, places, None]
-            x = f[rows]
-            for rank, part in enumerate(parts):
-                part[rows] += share * _gated(x, experts.gate_up[rank][expert], experts.down[rank][expert])
+        order = np.argsort(ids, axis=None, kind="stable")  # (row, place) pairs, an expert's together
+        x = f[order // ids.shape[1]]
+        ends = np.cumsum(np.bincount(ids.ravel(), minlength=len(experts.router))).tolist()
+        parts = []
+        for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
+            y = np.empty_like(x)
+            start = 0
+            for expert, end in enumerate(ends):
+                if end > start:
+                    y[order[start:end]] = _gated(x[start:end], gate_up[expert], down[expert])
+                    start = end
+            parts.append((y.reshape(*ids.shape, -1) * weights[:, :, None]).sum(axis=1))
         return ranks_sum(parts)
 
     def _mlp(self, f: F32) -> F32:
