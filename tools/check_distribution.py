@@ -69,7 +69,7 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
 def p_values(
     engine: Engine, ids: Sequence[int], params: DecodeParams, seeds: Iterable[int], length: int = 2
 ) -> dict[str, float]:
-    """p-values of the first token and of the first `length` tokens together, over one request a seed."""
+    """p-values of the first token, of the first `length` together and of the last of those, over one request a seed."""
     firsts: Counter[int] = Counter()
     tuples: Counter[tuple[int, ...]] = Counter()
     engine.prefill(ids)
@@ -87,7 +87,17 @@ def p_values(
             for before, p in expected.items()
             for token, q in exact(engine.score([*ids, *before])[-1].tolist(), params).items()
         }
-    return {"first": chi_square(firsts, first), f"first {length}": chi_square(tuples, expected)}
+    last: dict[int, float] = {}
+    for key, probability in expected.items():
+        last[key[-1]] = last.get(key[-1], 0.0) + probability
+    lasts: Counter[int] = Counter()
+    for key, count in tuples.items():
+        lasts[key[-1]] += count
+    return {
+        "token 1": chi_square(firsts, first),
+        f"tokens 1 to {length}": chi_square(tuples, expected),
+        f"token {length}": chi_square(lasts, last),
+    }
 
 
 def main() -> int:
