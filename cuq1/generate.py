@@ -11,28 +11,21 @@ _STARTED = time.perf_counter()
 
 import argparse  # noqa: E402  (the clock comes first)
 import json  # noqa: E402
-import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass, field, replace  # noqa: E402
 from importlib import resources  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+from typing import Any  # noqa: E402
 
+from cuq1.cli import INTERRUPTED, Parser, guarded  # noqa: E402
 from cuq1.engine import Engine, open_engine  # noqa: E402
-from cuq1.errors import Cuq1Error, RequestError, TextError  # noqa: E402
+from cuq1.errors import RequestError, TextError  # noqa: E402
 from cuq1.sampling import MAX_DRAFTS, DecodeParams, DecodeStream, Round  # noqa: E402
 from cuq1.text import ChatTemplate, Delta, Tokenizer, check_tools  # noqa: E402
 from cuq1.text.output import OutputStream  # noqa: E402
 
 DEFAULT_MAX_TOKENS = 1024
-INTERRUPTED = 130
-BROKEN_PIPE = 141  # as the shell reports a process that SIGPIPE ended
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(f"{message} (--help lists the options)")
 
 
 def _draft(text: str) -> int | str:
@@ -40,7 +33,7 @@ def _draft(text: str) -> int | str:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m cuq1.generate", description="Generate text with a local model.")
+    parser = Parser(prog="python -m cuq1.generate", description="Generate text with a local model.")
     parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the bundled nano model)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="raw prompt; control tokens in it count")
@@ -289,17 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
-    try:
-        return _generate(_arguments(argv))
-    except Cuq1Error as error:
-        sys.stderr.write(f"cuq1: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away. Python flushes stdout once more at exit, which must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return guarded("cuq1.generate", lambda: _generate(_arguments(argv)))
 
 
 if __name__ == "__main__":

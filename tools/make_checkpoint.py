@@ -15,13 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if not __package__:  # run as a script, whose folder is on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cuq1.cli import Parser, guarded
 from cuq1.config import FULL, SLIDING, parse_draft, parse_target, read_json
-from cuq1.errors import ConfigError, Cuq1Error
+from cuq1.errors import ConfigError
 from tools.checkpoint_tensors import Layout, Tensor, draft_tensors, target_tensors
 from tools.checkpoint_writer import write_json, write_weights
 
@@ -183,13 +184,8 @@ def _read_configs(source: str) -> _Configs:
     return _Configs(read_json(path / "config.json"), read_json(draft) if draft.exists() else None, path)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"make_checkpoint: {message}\n")
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="make_checkpoint", description="Write a random IQuest-Q1 checkpoint.")
+    parser = Parser(prog="make_checkpoint", description="Write a random IQuest-Q1 checkpoint.")
     parser.add_argument("out", type=Path, help="the folder to write, new or empty")
     parser.add_argument("--config", default="tiny", help="a checkpoint's folder, a config.json, or 'tiny' (default)")
     parser.add_argument("--experts", choices=("per-expert", "fused"), default="per-expert")
@@ -211,34 +207,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    """Run the command line; returns the exit status."""
+    return guarded("make_checkpoint", lambda: _make(_arguments(argv)))
+
+
+def _make(args: argparse.Namespace) -> int:
+    configs = _read_configs(args.config)
+    draft = None if args.no_draft else configs.draft
+    if args.mtp_alias:
+        if draft is None:
+            raise ConfigError("--mtp-alias names a draft, but none is written: give a --config folder with mtp/")
+        draft = {**draft, **DRAFT_ALIASES[args.mtp_alias]}
+    if args.text_from is not None and not args.text_from.is_dir():
+        raise ConfigError(f"{args.text_from} is not a folder: point --text-from to one with a tokenizer.json")
+    layout = Layout(
+        fused_experts=args.experts == "fused",
+        fp8=args.weights == "fp8",
+        router_name=args.router_name,
+        router_dtype=args.router_dtype.upper(),
+        sink_leading_one=args.sink_leading_one,
+        scale_dtype=args.scale_dtype.upper(),
+        pow2_scales=args.scales == "pow2",
+        training_draft=args.with_training_draft,
+    )
+    text_from = args.text_from or configs.folder
     try:
-        configs = _read_configs(args.config)
-        draft = None if args.no_draft else configs.draft
-        if args.mtp_alias:
-            if draft is None:
-                raise ConfigError("--mtp-alias names a draft, but none is written: give a --config folder with mtp/")
-            draft = {**draft, **DRAFT_ALIASES[args.mtp_alias]}
-        if args.text_from is not None and not args.text_from.is_dir():
-            raise ConfigError(f"{args.text_from} is not a folder: point --text-from to one with a tokenizer.json")
-        layout = Layout(
-            fused_experts=args.experts == "fused",
-            fp8=args.weights == "fp8",
-            router_name=args.router_name,
-            router_dtype=args.router_dtype.upper(),
-            sink_leading_one=args.sink_leading_one,
-            scale_dtype=args.scale_dtype.upper(),
-            pow2_scales=args.scales == "pow2",
-            training_draft=args.with_training_draft,
-        )
-        text_from = args.text_from or configs.folder
         write_checkpoint(args.out, configs.target, draft, layout, args.seed, args.shards, text_from)
-    except Cuq1Error as error:
-        print(f"make_checkpoint: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"make_checkpoint: {args.out} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.out} cannot be written: {error.strerror or error}") from None
     return 0
 
 

@@ -3,14 +3,12 @@
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from cuq1.errors import Cuq1Error
+from cuq1.cli import Parser, guarded
 from cuq1.inspect.render import render
 from cuq1.inspect.report import report
 
@@ -29,11 +27,6 @@ def parse_bandwidth(text: str) -> float:
     return value
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"cuq1.inspect: {message}\n")
-
-
 def _bandwidth(text: str) -> float:
     try:
         return parse_bandwidth(text)
@@ -42,8 +35,12 @@ def _bandwidth(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 0, or 2 after one sentence on stderr."""
-    parser = _Parser(prog="cuq1.inspect", description="Sizes of a checkpoint and the floor of its decode round.")
+    """Print the report; returns the exit status."""
+    return guarded("cuq1.inspect", lambda: _inspect(argv))
+
+
+def _inspect(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog="cuq1.inspect", description="Sizes of a checkpoint and the floor of its decode round.")
     parser.add_argument("dir", type=Path, help="folder with config.json, with or without weights")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--context", type=int, metavar="N", help="positions in the KV cache (default: several)")
@@ -52,16 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, bytes/s, ms and counts")
     args = parser.parse_args(argv)
-    try:
-        found = report(args.dir, args.tp, args.context, args.bandwidth)
-    except Cuq1Error as error:
-        print(f"cuq1.inspect: {error}", file=sys.stderr)
-        return 2
-    try:
-        print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
-    except BrokenPipeError:
-        # the reader has what it wanted; without this the interpreter complains again as it closes stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    found = report(args.dir, args.tp, args.context, args.bandwidth)
+    print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
     return 0
 
 

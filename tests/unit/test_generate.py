@@ -277,7 +277,7 @@ def refused(result, *parts):
     status, out, err = result
     assert status == 2
     assert out == ""
-    assert err.startswith("cuq1: ")
+    assert err.startswith("cuq1.generate: ")
     assert err.count("\n") == 1
     assert "Traceback" not in err
     for part in parts:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cuq1.cli import BROKEN_PIPE
 from cuq1.inspect.__main__ import main, parse_bandwidth
 from tests.checkpoint_files import edit
 from tests.paths import NANO, RELEASED, ROOT
@@ -170,7 +171,7 @@ def test_a_closed_pipe_is_quiet():
     )
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(60) == 0
+    assert process.wait(60) == BROKEN_PIPE
     process.stderr.close()
 
 
