@@ -5,25 +5,22 @@ and tool calls are set out. --json prints one object instead. Bad input gives on
 sentence on stderr and exit status 2; Ctrl-C gives what there is and 130.
 """
 
+import argparse
+import json
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-_STARTED = time.perf_counter()
-
-import argparse  # noqa: E402  (the clock comes first)
-import json  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from dataclasses import dataclass, field, replace  # noqa: E402
-from importlib import resources  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from cuq1.cli import INTERRUPTED, Parser, guarded  # noqa: E402
-from cuq1.engine import Engine, open_engine  # noqa: E402
-from cuq1.errors import RequestError, TextError  # noqa: E402
-from cuq1.sampling import MAX_DRAFTS, DecodeParams, DecodeStream, Round  # noqa: E402
-from cuq1.text import ChatTemplate, Delta, Tokenizer, check_tools  # noqa: E402
-from cuq1.text.output import OutputStream  # noqa: E402
+from cuq1.cli import INTERRUPTED, Parser, guarded
+from cuq1.engine import Engine, open_engine
+from cuq1.errors import RequestError, TextError
+from cuq1.sampling import MAX_DRAFTS, DecodeParams, DecodeStream, Round
+from cuq1.text import ChatTemplate, Delta, Tokenizer, check_tools
+from cuq1.text.output import OutputStream
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -180,18 +177,28 @@ class _Run:
         return stream.finish_reason
 
 
+@dataclass
+class _Clock:
+    """Readings of the performance counter."""
+
+    started: float
+    loaded: float
+    prefill: float
+
+
 def _rate(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if seconds > 0 else None
 
 
-def _timing(run: _Run, prompt_tokens: int, loaded: float, started: float) -> dict[str, float | None]:
-    """Seconds and tokens a second; decoding is counted from the first token on, prefill up to it."""
+def _timing(run: _Run, prompt_tokens: int, clock: _Clock) -> dict[str, float | None]:
+    """Seconds and tokens a second; decoding is counted from the first token on, the prompt up to it."""
+    load = clock.loaded - clock.started
     if run.first_token is None or run.end is None:
-        return {"load_s": loaded - _STARTED, "first_token_s": None, "prompt_s": None, "decode_s": None}
-    prompt, decode = run.first_token - started, run.end - run.first_token
+        return {"load_s": load, "first_token_s": None, "prompt_s": None, "decode_s": None}
+    prompt, decode = run.first_token - clock.prefill, run.end - run.first_token
     return {
-        "load_s": loaded - _STARTED,
-        "first_token_s": run.first_token - _STARTED,
+        "load_s": load,
+        "first_token_s": run.first_token - clock.started,
         "prompt_s": prompt,
         "decode_s": decode,
         "prompt_tokens_per_s": _rate(prompt_tokens, prompt),
@@ -229,6 +236,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
     model = Path(options.model) if options.model else Path(str(resources.files("cuq1") / "assets" / "iquest-q1-nano"))
     progress = _progress if sys.stderr.isatty() else None
     with open_engine(model, options.device, progress=progress) as engine:
@@ -239,13 +247,13 @@ def _generate(options: argparse.Namespace) -> int:
         output = OutputStream(tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning)
         terminal = _Terminal() if sys.stdout.isatty() and not options.json else None
         run = _Run(output, options.json, params.stop_tokens, terminal=terminal)
-        return _serve(engine, request, params, run, options, loaded)
+        return _serve(engine, request, params, run, options, _Clock(started, loaded, time.perf_counter()))
 
 
 def _serve(
-    engine: Engine, request: _Request, params: DecodeParams, run: _Run, options: argparse.Namespace, loaded: float
+    engine: Engine, request: _Request, params: DecodeParams, run: _Run, options: argparse.Namespace, clock: _Clock
 ) -> int:
-    started = time.perf_counter()
+    """Generate, and report as the options ask; returns the exit status."""
     status = 0
     engine.prefill(request.ids)
     stream = engine.decode(params)
@@ -254,7 +262,7 @@ def _serve(
     except KeyboardInterrupt:
         status = INTERRUPTED
     run.finish()
-    timing = _timing(run, len(request.ids), loaded, started)
+    timing = _timing(run, len(request.ids), clock)
     if options.json:
         message = run.output.message()
         result = {
