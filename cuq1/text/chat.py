@@ -56,7 +56,7 @@ class ChatTemplate:
         name = str(path) if path.is_file() else f"chat_template of {config_path}"
         source = _read(path) if path.is_file() else _default_template(config)
         if source is None:
-            raise TextError(f"{path} is missing: copy it from the checkpoint's release, or use a raw prompt.")
+            raise TextError(f"{path} is missing: copy it from the checkpoint's release, or use a raw prompt")
         special_tokens = {}
         for key in _SPECIAL_TOKENS:
             token = config.get(key)
@@ -89,7 +89,7 @@ class ChatTemplate:
             }
         except RecursionError as error:
             raise TextError(
-                "The messages or tools are nested too deeply: flatten their arguments or schemas."
+                "the messages or tools are nested too deeply: flatten their arguments or schemas"
             ) from error
         marked = self._template.render(variables, guard)
         ids: list[int] = []
@@ -128,7 +128,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"{path} cannot be read ({error}): fetch the file again.") from error
+        raise TextError(f"{path} cannot be read ({error}): fetch the file again") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -138,9 +138,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise TextError(f"{path} is not JSON ({error}): fetch the file again.") from error
+        raise TextError(f"{path} is not JSON ({error}): fetch the file again") from error
     if not isinstance(config, dict):
-        raise TextError(f"{path} holds no JSON object: fetch the file again.")
+        raise TextError(f"{path} holds no JSON object: fetch the file again")
     return config
 
 

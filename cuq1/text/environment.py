@@ -134,7 +134,7 @@ class Template:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise TextError(f"{name} is no valid chat template ({line}{error}): fetch the file again.") from error
+            raise TextError(f"{name} is no valid chat template ({line}{error}): fetch the file again") from error
 
     def render(self, variables: Mapping[str, Any], guard: InputGuard) -> str:
         """The text of the template, marks of `guard` included. Raises TextError where the template fails."""
@@ -142,11 +142,11 @@ class Template:
             return self._template.render({**variables, _GUARD: guard})
         except _RefusalError as error:
             problem = _one_line(guard.strip(str(error)))
-            raise TextError(f"{self._name} refuses the messages ({problem}): change them accordingly.") from error
+            raise TextError(f"{self._name} refuses the messages ({problem}): change them accordingly") from error
         except Exception as error:  # a template is a program from elsewhere, and may fail in any way
             problem = _one_line(guard.strip(f"{type(error).__name__}: {error}"))
             raise TextError(
-                f"{self._name} fails on these messages ({problem}): change the messages, or repair the template."
+                f"{self._name} fails on these messages ({problem}): change the messages, or repair the template"
             ) from error
 
 

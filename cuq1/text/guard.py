@@ -78,8 +78,8 @@ class InputGuard:
         self.mark, self.number_mark = next(free, ""), next(free, "")
         if not self.number_mark:
             raise TextError(
-                "The messages use every private-use character of Unicode, so that none is left to tell typed "
-                "control tokens from the template's: remove the private-use characters."
+                "the messages use every private-use character of Unicode, so that none is left to tell typed "
+                "control tokens from the template's: remove the private-use characters"
             )
 
     def protect(self, value: Any) -> Any:
@@ -93,7 +93,7 @@ class InputGuard:
         if value is None or isinstance(value, bool | int | float):
             return value
         # A string inside a type that is not looked into would reach the template unmarked.
-        raise TextError(f"The messages or tools hold a {type(value).__name__}: use JSON values only.")
+        raise TextError(f"the messages or tools hold a {type(value).__name__}: use JSON values only")
 
     def strip(self, text: str) -> str:
         """`text` as typed, without marks."""

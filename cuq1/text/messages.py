@@ -164,4 +164,4 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise TextError(f"{where} {problem}.")
+    raise TextError(f"{where} {problem}")

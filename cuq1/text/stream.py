@@ -104,10 +104,10 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises TextError for a stop string that is empty or no string."""
         if isinstance(stops, str):
-            raise TextError("Stop strings come as a list: put the single stop string into one.")
+            raise TextError("stop strings come as a list: put the single stop string into one")
         for index, stop in enumerate(stops):
             if not isinstance(stop, str) or not stop:
-                raise TextError(f"Stop string {index} is {stop!r}: give a string of at least one character.")
+                raise TextError(f"stop string {index} is {stop!r}: give a string of at least one character")
         # Longest first, so that of several complete at one character the longest is met first.
         self._needles = [_Needle(stop) for stop in sorted(set(stops), key=lambda s: (-len(s), s))]
         self._held: deque[Event] = deque()

@@ -66,26 +66,26 @@ class Tokenizer:
         """
         path = Path(model_dir) / "tokenizer.json"
         if not path.is_file():
-            raise TextError(f"{path} is missing: copy tokenizer.json from the checkpoint's release into that folder.")
+            raise TextError(f"{path} is missing: copy tokenizer.json from the checkpoint's release into that folder")
         try:
             whole = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault of the file
-            raise TextError(f"{path} cannot be read ({error}): fetch the file again.") from error
+            raise TextError(f"{path} cannot be read ({error}): fetch the file again") from error
         if not isinstance(whole.model, models.BPE) or not isinstance(whole.decoder, decoders.ByteLevel):
             found = f"{type(whole.model).__name__} with decoder {type(whole.decoder).__name__}"
-            raise TextError(f"{path} is {found}: cuq1 reads byte-level BPE only, so use this model's own tokenizer.")
+            raise TextError(f"{path} is {found}: cuq1 reads byte-level BPE only, so use this model's own tokenizer")
         highest = max(whole.get_vocab(with_added_tokens=True).values(), default=0)
         if highest >= vocab_size:
             raise TextError(
                 f"{path} has token id {highest} but the model's vocab_size is {vocab_size}: "
-                "use the tokenizer.json that belongs to this config.json."
+                "use the tokenizer.json that belongs to this config.json"
             )
         added = {}
         for token_id, token in whole.get_added_tokens_decoder().items():
             if token.lstrip or token.rstrip or token.single_word:
                 raise TextError(
                     f"{path}: added token {token.content!r} sets lstrip, rstrip or single_word, "
-                    "which cuq1 does not compute: set all three to false."
+                    "which cuq1 does not compute: set all three to false"
                 )
             added[token.content] = token_id
         # Shares the vocabulary and merges of `whole`; only the added tokens are left behind.
@@ -114,7 +114,7 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 raise TextError(
                     f"The text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-                    "which is no Unicode text: decode its source as UTF-8."
+                    "which is no Unicode text: decode its source as UTF-8"
                 ) from error
         ids: list[int] = []
         for piece, token_id in self._cut(text, self._all_added if control else self._abbreviations):
@@ -125,7 +125,7 @@ class Tokenizer:
             if not self._control_literal_of.keys().isdisjoint(piece_ids):
                 # Merges that spell out an added token: no checkpoint has them, but the promise must not rest on that.
                 token = next(self._control_literal_of[i] for i in piece_ids if i in self._control_literal_of)
-                raise TextError(f"tokenizer.json merges plain text into {token!r}: remove the merges that build it.")
+                raise TextError(f"tokenizer.json merges plain text into {token!r}: remove the merges that build it")
             ids += piece_ids
         return ids
 
@@ -140,7 +140,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which may be part of a character."""
         if not 0 <= token_id < self.vocab_size:
-            raise TextError(f"Token id {token_id} is outside the vocabulary of {self.vocab_size}: check the ids.")
+            raise TextError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}: check the ids")
         cached = self._bytes_of[token_id]
         if cached is None:
             cached = self._bytes_of[token_id] = self._convert(token_id)
