@@ -54,7 +54,7 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    eos_token_ids: tuple[int, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,6 @@ class Q1Config:
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
-
-    @property
-    def heads_per_kv(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_attention_heads // self.num_key_value_heads
 
     def is_moe(self, layer: int) -> bool:
         return layer not in self.mlp_only_layers
@@ -342,7 +337,7 @@ def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingD
     """
     path = Path(model_dir) / "generation_config.json"
     if not path.exists():
-        return SamplingDefaults(eos_token_ids=config.eos_token_ids)
+        return SamplingDefaults(stop_tokens=config.eos_token_ids)
     raw = read_json(path)
     read = _Reader(raw, str(path))
     eos = _token_ids(raw.get("eos_token_id"))
@@ -356,5 +351,5 @@ def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingD
         temperature=temperature if raw.get("do_sample", True) else 0.0,
         top_k=read.integer("top_k", 0) if raw.get("top_k") is not None else 0,
         top_p=top_p,
-        eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + eos)),
+        stop_tokens=tuple(dict.fromkeys(config.eos_token_ids + eos)),
     )

@@ -48,7 +48,7 @@ class ReferenceEngine:
             temperature=defaults.temperature,
             top_k=defaults.top_k,
             top_p=defaults.top_p,
-            stop_tokens=defaults.eos_token_ids,
+            stop_tokens=defaults.stop_tokens,
         )
         self._target_weights = load_target(checkpoint, tp, progress)
         self._draft_weights = load_draft(checkpoint, tp)

@@ -22,14 +22,13 @@ def test_the_released_model():
     assert all(config.is_moe(layer) for layer in range(1, 88))
     assert config.softmax_scale == 128**-0.5
     assert config.fp8_block == (128, 128)
-    assert config.heads_per_kv == 6
     assert (config.sliding_window, config.max_position_embeddings) == (4096, 524288)
     assert draft.num_draft_slots == 7
     assert draft.layer.sliding_window == 512
     assert draft.layer.layer_types == (SLIDING,)
     assert draft.layer.is_moe(0)
     defaults = load_sampling_defaults(RELEASED, config)
-    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.eos_token_ids) == (1.0, 20, 0.95, (0,))
+    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.stop_tokens) == (1.0, 20, 0.95, (0,))
 
 
 def test_nano_has_the_released_keys():
@@ -190,8 +189,8 @@ def defaults_of(tmp_path, raw):
 
 def test_sampling_defaults(tmp_path):
     plain = defaults_of(tmp_path, None)
-    assert (plain.temperature, plain.top_k, plain.top_p, plain.eos_token_ids) == (1.0, 0, 1.0, (0,))
-    assert defaults_of(tmp_path, {"eos_token_id": [7, 0]}).eos_token_ids == (0, 7)
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.stop_tokens) == (1.0, 0, 1.0, (0,))
+    assert defaults_of(tmp_path, {"eos_token_id": [7, 0]}).stop_tokens == (0, 7)
     assert defaults_of(tmp_path, {"do_sample": False, "temperature": 0.6}).temperature == 0
     assert defaults_of(tmp_path, {"top_k": None, "top_p": 0.5}).top_k == 0
 
