@@ -1,6 +1,7 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -9,14 +10,14 @@ import numpy as np
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_sampling_defaults
-from cuq1.errors import RequestError
+from cuq1.errors import DeviceError, RequestError
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
 from cuq1.reference.q1 import TargetForward
 from cuq1.reference.weights import load_draft, load_target
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.filter import Distribution, filtered
-from cuq1.sampling.params import DecodeParams
+from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
 from cuq1.sampling.rng import Purpose, fresh_seed, uniform
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
 from cuq1.sampling.speculative import draw, verify
@@ -43,33 +44,52 @@ class ReferenceEngine:
     ) -> None:
         checkpoint = Checkpoint.open(model_dir)
         self.config = checkpoint.config
-        defaults = load_sampling_defaults(model_dir, checkpoint.config)
-        self.default_params = DecodeParams(
-            temperature=defaults.temperature,
-            top_k=defaults.top_k,
-            top_p=defaults.top_p,
-            stop_tokens=defaults.stop_tokens,
-        )
+        self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
         self._target_weights = load_target(checkpoint, tp, progress)
         self._draft_weights = load_draft(checkpoint, tp)
         self._draft_config = checkpoint.draft_config
         self._rule = depth_rule or default_rule()
         self._closed = False
         self._request = 0  # counts what supersedes a running decode
+        self._whole = True  # False while a change is under way, and after one that was interrupted
         self._reset()
 
     def _reset(self) -> None:
-        """An empty sequence."""
-        self._target = TargetForward(self._target_weights, self.config, self.context)
-        self._draft: DraftForward | None = None
-        if self._draft_weights is not None and self._draft_config is not None:
-            self._draft = DraftForward(self._draft_weights, self._draft_config)
+        """An empty sequence. Raises DeviceError where memory does not hold the caches."""
+        try:
+            self._new_caches()
+        except MemoryError:
+            raise DeviceError(
+                f"this machine's memory does not hold the caches of a context of {self.context}: "
+                "lower max_position_embeddings in config.json"
+            ) from None
         self._tokens: list[int] = []
         self._done = 0  # tokens whose keys and values the target's caches hold
         self._settled = 0  # positions whose draft rows are final
         # Hidden states of positions done - len(hidden) .. done - 1: those that the draft has still to settle.
         self._hidden: F32 = np.empty((0, self.config.hidden_size), np.float32)
         self._logits: F32 | None = None  # after the last token, once that has been through the target
+
+    def _new_caches(self) -> None:
+        self._target = TargetForward(self._target_weights, self.config, self.context)
+        self._draft: DraftForward | None = None
+        if self._draft_weights is not None and self._draft_config is not None:
+            self._draft = DraftForward(self._draft_weights, self._draft_config)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """What stands inside changes caches and counts together.
+
+        An exception in the middle, Ctrl-C above all, leaves them apart; the next change then
+        starts from empty caches, and computes again what the committed sequence needs.
+        """
+        if not self._whole:
+            tokens = self._tokens
+            self._reset()
+            self._tokens = tokens
+        self._whole = False
+        yield
+        self._whole = True
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -101,22 +121,22 @@ class ReferenceEngine:
         past the context, or an id outside the vocabulary.
         """
         self._check_open()
-        ids = self._check_ids(ids, room=1)
+        ids = check_prompt(ids, self.vocab_size, self.context, room=1)
+        if not isinstance(chunk, int) or chunk < 1:
+            raise RequestError(f"the prefill chunk must be an integer of at least 1 row, not {chunk!r}")
         self._request += 1
-        if chunk < 1:
-            raise RequestError(f"the prefill chunk must be at least 1 row, not {chunk}")
-        kept = 0
-        for ours, theirs in zip(self._tokens, ids, strict=False):
-            if ours != theirs:
-                break
-            kept += 1
-        if kept < len(self._tokens) and self._restart(kept) is None:
+        with self._change():
             kept = 0
-        if kept < len(self._tokens):
-            self.rewind(kept)
-        kept = min(kept, self._done)
-        self._tokens = ids
-        if self._logits is None or self._done < len(ids):
+            for ours, theirs in zip(self._tokens, ids, strict=False):
+                if ours != theirs:
+                    break
+                kept += 1
+            restart = self._restart(kept)
+            if restart is None:
+                kept = restart = 0
+            self._shorten(kept, restart)
+            kept = min(kept, self._done)
+            self._tokens = ids
             self._catch_up(chunk)
         return kept
 
@@ -127,21 +147,33 @@ class ReferenceEngine:
         kept tokens' successors would see: prefill the sequence again then.
         """
         self._check_open()
+        try:
+            length = index(length)
+        except TypeError:
+            raise RequestError(f"rewind takes a number of tokens, not {length!r}") from None
         if not 0 <= length <= len(self._tokens):
-            raise RequestError(f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens")
+            raise RequestError(
+                f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens: give at most that many"
+            )
         self._request += 1
-        if length == len(self._tokens):
-            return
-        if length == 0:
-            self._reset()
-            return
-        restart = self._restart(length)
+        with self._change():
+            restart = self._restart(length)
+            if restart is not None:
+                self._shorten(length, restart)
         if restart is None:
             raise RequestError(
                 f"rewind to {length} of {len(self._tokens)} tokens goes back further than the sliding windows' "
                 "rings hold: prefill the first tokens again instead"
             )
-        del self._tokens[length:]
+
+    def _shorten(self, length: int, restart: int) -> None:
+        """Keep `length` tokens, and what the caches hold of positions before `restart`."""
+        if length == len(self._tokens):
+            return
+        if length == 0:
+            self._reset()
+            return
+        self._tokens = self._tokens[:length]
         self._forget(self._done - restart)
         self._logits = None
 
@@ -151,6 +183,8 @@ class ReferenceEngine:
         That is the last of them, for its logits and hidden state, or so much earlier
         that hidden states for the draft's whole window come with it.
         """
+        if length == len(self._tokens):
+            return self._done
         if length == 0:
             return 0
         first = length - 1
@@ -174,14 +208,13 @@ class ReferenceEngine:
         """
         self._check_open()
         params = params or self.default_params
+        if not isinstance(params, DecodeParams):
+            raise RequestError(f"decode takes DecodeParams, not {type(params).__name__}")
         if not self._tokens:
             raise RequestError("there is nothing to continue: prefill a prompt first")
         if len(self._tokens) >= self.context:
             raise RequestError(f"the sequence fills the context of {self.context} tokens: rewind or shorten it")
-        if isinstance(params.draft, int) and params.draft > self.max_drafts:
-            raise RequestError(
-                f"{params.draft} drafts were asked for, but this checkpoint allows {self.max_drafts}: lower draft"
-            )
+        check_draft(params.draft, self.max_drafts)
         self._request += 1
         seed = fresh_seed() if params.seed is None else params.seed
         return DecodeStream(seed, self._rounds(params, seed, self._request))
@@ -193,7 +226,7 @@ class ReferenceEngine:
         sequence may fill the context.
         """
         self._check_open()
-        tokens = np.asarray(self._check_ids(ids, room=0))
+        tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0))
         target = TargetForward(self._target_weights, self.config, len(tokens))
         out = np.empty((len(tokens), self.config.vocab_size), np.float32)
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -216,6 +249,7 @@ class ReferenceEngine:
             raise RequestError("this request ended when the engine was given something else to do: decode again")
 
     def __enter__(self) -> "ReferenceEngine":
+        self._check_open()
         return self
 
     def __exit__(
@@ -223,31 +257,14 @@ class ReferenceEngine:
     ) -> None:
         self.close()
 
-    def _check_ids(self, ids: Sequence[int], room: int) -> list[int]:
-        try:
-            tokens = [index(token) for token in ids]
-        except TypeError:
-            raise RequestError("a prompt is a sequence of integer token ids: encode the text first") from None
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(tokens) > self.context - room:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens, and the model's context of {self.context} leaves no room "
-                "to generate: shorten the prompt"
-            )
-        for token in tokens:
-            if not 0 <= token < self.config.vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
-        return tokens
-
     def _catch_up(self, chunk: int) -> None:
         """Run the tokens that the caches do not hold yet through the target; keep the last one's logits."""
-        hidden = self._hidden
         while self._done < len(self._tokens):
             rows = np.asarray(self._tokens[self._done : self._done + chunk])
             hidden = self._target.forward(rows, self._done)
             self._advance(hidden)
-        self._logits = self._target.logits(hidden[-1:])[0]
+            if self._done == len(self._tokens):
+                self._logits = self._target.logits(hidden[-1:])[0]
 
     def _advance(self, hidden: F32) -> None:
         """Count rows as held by the target's caches, and keep what the draft needs of their hidden states."""
@@ -264,15 +281,12 @@ class ReferenceEngine:
         budget = self.context - len(self._tokens)
         if params.max_tokens is not None:
             budget = min(budget, params.max_tokens)
-        if self._logits is None or self._done < len(self._tokens):
-            self._catch_up(PREFILL_CHUNK)
-        assert self._logits is not None
-        p = self._distribution(self._logits, params)
-        first = draw(p, uniform(seed, len(self._tokens), Purpose.TARGET))
-        step = Round((first,), 0, 0, from_prompt=True)
+        step: Round | None = None
         while True:
-            tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
-            self._commit(tokens)
+            with self._change():
+                step = self._first(params, seed) if step is None else self._round(params, seed)
+                tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
+                self._commit(tokens)
             budget -= len(tokens)
             yield Round(tokens, step.drafted, step.accepted, step.from_prompt)
             if stopped:
@@ -280,7 +294,13 @@ class ReferenceEngine:
             if budget == 0:
                 return "length"
             self._check_current(request)
-            step = self._round(params, seed)
+
+    def _first(self, params: DecodeParams, seed: int) -> Round:
+        """The first token, from the logits after the sequence."""
+        self._catch_up(PREFILL_CHUNK)
+        assert self._logits is not None
+        p = self._distribution(self._logits, params)
+        return Round((draw(p, uniform(seed, len(self._tokens), Purpose.TARGET)),), 0, 0, from_prompt=True)
 
     def _commit(self, tokens: tuple[int, ...]) -> None:
         """Append committed tokens; the last one is pending, so rows that were verified beyond it no longer count."""

@@ -1,9 +1,10 @@
 """What a request asks of the sampler, checked before anything is computed."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 from cuq1.errors import RequestError
 from cuq1.sampling.rng import SEED_LIMIT
@@ -15,7 +16,7 @@ MIN_AUTO_DRAFTS = 3
 
 @dataclass(frozen=True)
 class DecodeParams:
-    """Parameters of one decode call.
+    """Parameters of one decode call; numbers of any kind become Python's own.
 
     max_tokens: tokens to generate at the most, None up to the context's end;
     temperature 0 is greedy; top_k 0 keeps every token; seed None draws a fresh
@@ -33,23 +34,83 @@ class DecodeParams:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            raise RequestError(f"max_tokens must be an integer of at least 1, not {self.max_tokens!r}")
-        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise RequestError(f"temperature must be a finite number of at least 0, not {self.temperature!r}")
-        if not _is_int(self.top_k) or self.top_k < 0:
-            raise RequestError(f"top_k must be an integer of at least 0 (0 for no limit), not {self.top_k!r}")
-        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < SEED_LIMIT):
-            raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
-        if self.draft not in ("auto", "off") and (not _is_int(self.draft) or not 1 <= int(self.draft) <= MAX_DRAFTS):
-            raise RequestError(f"draft must be auto, off or a number from 1 to {MAX_DRAFTS}, not {self.draft!r}")
+        if self.max_tokens is not None:
+            self._set("max_tokens", _integer(self.max_tokens, 1), "an integer of at least 1")
+        temperature = _real(self.temperature)
+        self._set("temperature", temperature if _within(temperature, 0) else None, "a finite number of at least 0")
+        self._set("top_k", _integer(self.top_k, 0), "an integer of at least 0 (0 for no limit)")
+        top_p = _real(self.top_p)
+        self._set("top_p", top_p if _within(top_p, 0, 1) and top_p else None, "above 0 and at most 1")
+        if self.seed is not None:
+            self._set("seed", _integer(self.seed, 0, SEED_LIMIT - 1), "an integer from 0 to 2**64 - 1")
+        if not isinstance(self.draft, str) or self.draft not in ("auto", "off"):
+            self._set("draft", _integer(self.draft, 1, MAX_DRAFTS), f"auto, off or a number from 1 to {MAX_DRAFTS}")
+        self._set("stop_tokens", _token_ids(self.stop_tokens), "a sequence of token ids of at least 0")
+
+    def _set(self, field: str, value: Any, range_: str) -> None:
+        """Store a checked value; None says that what was given is outside its range."""
+        if value is None:
+            raise RequestError(f"{field} must be {range_}, not {getattr(self, field)!r}")
+        object.__setattr__(self, field, value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _integer(value: object, low: int, high: float = math.inf) -> int | None:
+    """An integer of any type within [low, high] as an int; None for anything else."""
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if not isinstance(value, bool) and low <= number <= high else None
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _real(value: Any) -> float | None:
+    """A number of any type as a float; None for what is not a number, and for text."""
+    if isinstance(value, bool | str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _within(value: float | None, low: float, high: float = math.inf) -> bool:
+    return value is not None and math.isfinite(value) and low <= value <= high
+
+
+def _token_ids(values: object) -> tuple[int, ...] | None:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        return None
+    ids = [_integer(value, 0) for value in values]
+    return None if None in ids else tuple(id_ for id_ in ids if id_ is not None)
+
+
+def check_prompt(ids: Any, vocab_size: int, context: int, *, room: int) -> list[int]:
+    """A prompt's token ids as a list of ints, with room for `room` tokens more.
+
+    Raises RequestError for an empty prompt, one that does not fit the context, what
+    is not an integer, and ids outside the vocabulary.
+    """
+    try:
+        tokens = [index(token) for token in ids]
+    except TypeError:
+        raise RequestError("a prompt is a sequence of integer token ids: encode the text first") from None
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token")
+    if len(tokens) > context - room:
+        verb = "leaves no room to generate" if len(tokens) <= context else "is smaller"
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and the context of {context} {verb}: shorten the prompt"
+        )
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} is outside the vocabulary of {vocab_size}: encode with this model's tokenizer"
+            )
+    return tokens
+
+
+def check_draft(draft: Draft, max_drafts: int) -> None:
+    """RequestError where a fixed number of drafts is asked of a draft model that makes fewer, or of none."""
+    if isinstance(draft, int) and draft > max_drafts:
+        limit = f"makes at most {max_drafts}: lower draft" if max_drafts else "has no draft model: use draft off"
+        raise RequestError(f"{draft} drafts a round were asked for, but this checkpoint {limit}")

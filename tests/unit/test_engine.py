@@ -1,5 +1,7 @@
 """The engine's bookkeeping: drafts, chunks, rewinds and earlier requests must not show in what it computes."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -302,14 +304,20 @@ def test_requests_that_cannot_be_served(engine, tiny):
         engine.prefill([])
     with pytest.raises(RequestError, match=r"prompt has 512 tokens.* 512"):
         engine.prefill(prompt(512))
-    with pytest.raises(RequestError, match=r"700 tokens.* 512"):
+    with pytest.raises(RequestError, match=r"700 tokens.* 512 is smaller"):
         engine.score(prompt(700))
     assert engine.score(prompt(512)).shape == (512, 96)
     for bad in (96, -1):
         with pytest.raises(RequestError, match=rf"id {bad} is outside the vocabulary of 96"):
             engine.prefill([1, bad])
-    with pytest.raises(RequestError, match="chunk"):
-        engine.prefill([1], chunk=0)
+    for chunk in (0, 2.5, "a"):
+        with pytest.raises(RequestError, match="chunk"):
+            engine.prefill([1], chunk=chunk)
+    with pytest.raises(RequestError, match="number of tokens"):
+        engine.rewind("x")
+    engine.prefill([1])
+    with pytest.raises(RequestError, match="DecodeParams"):
+        engine.decode({"temperature": 0})
     for bad_ids in ("text", [1.5], [None]):
         with pytest.raises(RequestError, match="integer token ids"):
             engine.prefill(bad_ids)
@@ -339,6 +347,62 @@ def test_a_superseded_request_does_not_go_on(engine):
             next(stream)
 
 
+def interrupted_after(count):
+    """A trace function that presses Ctrl-C at the `count`-th line executed in the reference."""
+
+    def trace(frame, event, arg):
+        nonlocal count
+        if "/cuq1/reference/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count -= 1
+            if count == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("call", ["prefill", "decode", "rewind"])
+def test_an_interrupt_anywhere_leaves_a_usable_engine(engine, other, call):
+    """At random lines of the computation; afterwards the engine continues as a fresh one does."""
+    rng = np.random.default_rng()
+    reached = 0
+    for _ in range(12):
+        engine.prefill(prompt(100))
+        generate(engine, seed=1, max_tokens=10)
+        longer = [*engine.tokens, *prompt(20)]
+        calls = {
+            "prefill": lambda ids=longer: engine.prefill(ids),
+            "decode": lambda: generate(engine, seed=2, max_tokens=12),
+            "rewind": lambda: engine.rewind(80),
+        }
+        limit = {"prefill": 900, "decode": 6000, "rewind": 25}[call]
+        sys.settrace(interrupted_after(int(rng.integers(1, limit))))
+        try:
+            calls[call]()
+        except KeyboardInterrupt:
+            reached += 1
+        finally:
+            sys.settrace(None)
+        other.rewind(0)
+        other.prefill(engine.tokens)
+        assert generate(engine, seed=3, max_tokens=12) == generate(other, seed=3, max_tokens=12)
+    assert reached > 3
+
+
+def test_an_interrupted_prefill_forgets_the_old_logits(engine, other, monkeypatch):
+    ids = prompt(30)
+    engine.prefill(ids[:20])
+    with monkeypatch.context() as patch:
+        patch.setattr(q1, "head_logits", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill(ids)
+    other.prefill(ids)
+    assert generate(engine, temperature=0, max_tokens=5) == generate(other, temperature=0, max_tokens=5)
+
+
 def test_score_leaves_the_sequence_alone(engine):
     ids = prompt(50)
     engine.prefill(ids)
@@ -355,7 +419,7 @@ def test_checkpoint_without_a_draft(tmp_path):
         ids = prompt(20)
         expected = generate(engine, ids, seed=1, draft="off", max_tokens=20)
         assert generate(engine, ids, seed=1, draft="auto", max_tokens=20) == expected
-        with pytest.raises(RequestError, match="3 drafts"):
+        with pytest.raises(RequestError, match=r"3 drafts .* no draft model"):
             engine.decode(DecodeParams(draft=3))
 
 

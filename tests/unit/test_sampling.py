@@ -1,5 +1,7 @@
 """Random numbers, filters and the rejection rule, against known answers and exact sums."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -218,17 +220,35 @@ def test_verify_stops_at_the_first_rejection(monkeypatch):
     ("field", "values"),
     [
         ("max_tokens", [0, -1, 1.5, True]),
-        ("temperature", [-0.1, float("nan"), float("inf"), "hot"]),
-        ("top_k", [-1, 2.0]),
+        ("temperature", [-0.1, float("nan"), float("inf"), "hot", 10**400, None]),
+        ("top_k", [-1, 2.0, None]),
         ("top_p", [0, -1, 1.01, float("nan")]),
         ("seed", [-1, 2**64, 0.5]),
-        ("draft", [0, 8, "on", 2.5, True]),
+        ("draft", [0, 8, "on", 2.5, True, None]),
+        ("stop_tokens", [5, "text", (-1,), (1.5,), None]),
     ],
 )
 def test_parameters_outside_their_range_are_refused(field, values):
     for value in values:
         with pytest.raises(RequestError, match=rf"^{field} must be .*not "):
             DecodeParams(**{field: value})
+
+
+def test_numbers_of_any_kind_become_pythons_own():
+    given = DecodeParams(
+        max_tokens=np.uint8(200),
+        temperature=Fraction(1, 2),
+        top_k=np.uint8(200),
+        top_p=np.float32(0.5),
+        seed=np.int64(5),
+        draft=np.int8(3),
+        stop_tokens=np.array([1, 2], np.int16),
+    )
+    plain = DecodeParams(200, 0.5, 200, 0.5, 5, 3, (1, 2))
+    assert given == plain
+    for field, value in vars(given).items():
+        assert type(value) is type(getattr(plain, field))
+    assert uniform(given.seed, 1, Purpose.DRAFT) == uniform(5, 1, Purpose.DRAFT)
 
 
 def test_fresh_seeds_differ():
