@@ -26,15 +26,36 @@ class Parser(argparse.ArgumentParser):
 
 
 def guarded(program: str, run: Callable[[], int]) -> int:
-    """The exit status of `run()`, whose Cuq1Error, Ctrl-C and closed pipe become a user's outcome."""
+    """The exit status of `run()`, whose errors, Ctrl-C and closed pipe become a user's outcome."""
+    _open_missing_streams()
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()  # here, where a full disk can still be reported
+        return status
     except Cuq1Error as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        problem = str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has what it wanted; Python flushes stdout once more at exit, which must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()  # the reader has what it wanted
         return BROKEN_PIPE
+    except MemoryError:
+        problem = "this machine's memory does not suffice: use a smaller model or context"
+    except OSError as error:
+        _discard_stdout()
+        place = error.filename if error.filename is not None else "the output"
+        problem = f"{place}: {error.strerror or error}; check the path, its permissions and the free space"
+    print(f"{program}: {problem}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _open_missing_streams() -> None:
+    """A process can be started with stdout or stderr closed, and Python then has None in their place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  (kept open to the end)
+
+
+def _discard_stdout() -> None:
+    """Python flushes stdout once more at exit, which must not complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

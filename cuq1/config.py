@@ -38,8 +38,34 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (None, 0),
     "num_shared_experts": (None, 0),
     "n_group": (None, 0, 1),
-    "attn_logit_softcapping": (None, 0),
-    "final_logit_softcapping": (None, 0),
+    "topk_group": (None, 0, 1),
+    "topk_method": (None, "greedy"),
+    "scoring_func": (None, "softmax"),
+    "norm_topk_prob": (None, True),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "decoder_sparse_step": (None, 1),
+    "qk_norm": (None, True),
+    "qk_layernorm": (None, True),
+    "use_qk_norm": (None, True),
+    "attn_output_gate": (None, False),
+    "rope_interleave": (None, False),
+    "use_alibi": (None, False),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "swiglu_limit": (None,),
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+}
+# Other models' names for the same numbers: where both are given, they must agree. (Sizes need no such check: the
+# weights' shapes are it.)
+_ALSO_CALLED = {
+    "moe_topk": "num_experts_per_tok",
+    "rope_local_base_freq": "swa_rope_theta",
 }
 
 
@@ -147,6 +173,12 @@ class _Reader:
             raise self.fail(key, f"must be above 0, not {value!r}")
         return value
 
+    def same(self, key: str, value: Any, wanted: float, source: str) -> None:
+        """Refuses a `value` of `key` that is given and is not the number of `source`."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and value == wanted):
+            raise self.fail(key, f"is {value!r}, but {source} is {wanted!r}: keep the one that is right")
+
     def strings(self, key: str) -> list[str]:
         value = self.raw.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -154,18 +186,47 @@ class _Reader:
         return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ConfigError where there is none."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object_pairs_hook that refuses equal keys, of which json would keep the last, by ValueError."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:200]!r} occurs twice")
+    return table
+
+
+def is_present(path: Path) -> bool:
+    """False only where `path` does not exist; ConfigError where nobody can tell, or where it is a broken link."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a link to a file that does not exist: copy the file, or remove the link"
+            ) from None
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, a byte order mark aside; ConfigError where there is none or a key occurs twice."""
+    if "\0" in str(path):
+        raise ConfigError(
+            f"{str(path)!r} holds a NUL byte, which no path may: point to a folder that holds a checkpoint"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: point to a folder that holds a checkpoint") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}): copy the file again") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}: copy the file again")
     return raw
 
 
@@ -178,23 +239,71 @@ def _token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _layer_types(read: _Reader, layers: int) -> tuple[str, ...]:
-    if read.raw.get("layer_types") is not None:
-        types = read.strings("layer_types")
-        source = "layer_types"
-    else:
-        repeat = read.integer("num_hybrid_layers_block", 0)
-        types = (
-            read.strings("first_layers_types")
-            + read.strings("hybrid_layers_types_block") * min(repeat, layers + 1)
-            + read.strings("last_layers_types")
-        )
+    if read.raw.get("layer_types") is None:
         source = "first_layers_types + hybrid_layers_types_block x num_hybrid_layers_block + last_layers_types"
+        return _checked_types(read, _composed_types(read, layers), layers, source)
+    types = _checked_types(read, read.strings("layer_types"), layers, "layer_types")
+    parts = ("first_layers_types", "hybrid_layers_types_block", "num_hybrid_layers_block", "last_layers_types")
+    if all(read.raw.get(part) is not None for part in parts) and list(types) != _composed_types(read, layers):
+        raise read.fail("layer_types", f"contradicts {', '.join(parts)}: keep the one that is right")
+    return types
+
+
+def _composed_types(read: _Reader, layers: int) -> list[str]:
+    repeat = read.integer("num_hybrid_layers_block", 0)
+    return (
+        read.strings("first_layers_types")
+        + read.strings("hybrid_layers_types_block") * min(repeat, layers + 1)
+        + read.strings("last_layers_types")
+    )
+
+
+def _checked_types(read: _Reader, types: list[str], layers: int, source: str) -> tuple[str, ...]:
     for kind in types:
         if kind not in (FULL, SLIDING):
             raise read.fail(source, f"names {kind!r}, and only {FULL} and {SLIDING} are computed")
     if len(types) != layers:
         raise read.fail(source, f"gives {len(types)} layers, but num_hidden_layers is {layers}")
     return tuple(types)
+
+
+def _dense_layers(read: _Reader, layers: int) -> tuple[int, ...]:
+    """mlp_only_layers, which other models' ways of saying the same must not contradict."""
+    dense = read.raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise read.fail("mlp_only_layers", f"must list layer numbers below {layers}, not {dense!r}")
+    numbers = tuple(sorted(set(dense)))
+    first = read.raw.get("first_k_dense_replace")
+    every = read.raw.get("moe_layer_freq")
+    # A frequency of 1 says nothing about the first layers, a list says it of each layer.
+    flags = [int(layer not in numbers) for layer in range(layers)]
+    for key, agrees in (
+        ("first_k_dense_replace", first is None or (type(first) is int and tuple(range(first)) == numbers)),
+        ("moe_layer_freq", every is None or every == flags or (type(every) is int and every == 1)),
+    ):
+        if not agrees:
+            raise read.fail(key, f"is {read.raw[key]!r}, which contradicts mlp_only_layers {list(numbers)}")
+    return numbers
+
+
+def _refuse_other_rope(read: _Reader, head_dim: int, rotary_dim: int) -> None:
+    theta = read.positive("rope_theta")
+    factors = {"partial_rotary_factor": read.raw.get("partial_rotary_factor")}
+    for key in ("rope_scaling", "rope_parameters"):  # the older and the newer spelling
+        scaling = read.raw.get(key)
+        if scaling is None:
+            continue
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else scaling
+        if kind != "default":
+            raise read.fail(key, f"has type {kind!r}, and only the default (unscaled) RoPE is computed")
+        read.same(f"{key}.rope_theta", scaling.get("rope_theta"), theta, "rope_theta")
+        factors[f"{key}.partial_rotary_factor"] = scaling.get("partial_rotary_factor")
+    for key, factor in factors.items():
+        number = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 <= factor <= 1
+        if factor is not None and not (number and round(factor * head_dim) == rotary_dim):
+            raise read.fail(
+                key, f"is {factor!r}, but rotary_dim is {rotary_dim} of head_dim {head_dim}: keep the one that is right"
+            )
 
 
 def _fp8_block(read: _Reader) -> tuple[int, int] | None:
@@ -227,12 +336,8 @@ def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | Non
         value = raw.get(key)
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
             raise read.fail(key, f"is {value!r}, which cuq1 does not compute (it computes {allowed[-1]!r})")
-    for key in ("rope_scaling", "rope_parameters"):  # the older and the newer spelling
-        scaling = raw.get(key)
-        if scaling is not None:
-            kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else scaling
-            if kind != "default":
-                raise read.fail(key, f"has type {kind!r}, and only the default (unscaled) RoPE is computed")
+    for name, key in _ALSO_CALLED.items():
+        read.same(name, raw.get(name), read.number(key), key)
     layers = read.integer("num_hidden_layers")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads")
@@ -242,13 +347,11 @@ def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | Non
     rotary = read.integer("rotary_dim", 0)
     if rotary % 2 or rotary > head_dim:
         raise read.fail("rotary_dim", f"must be even and at most head_dim {head_dim}, not {rotary}")
+    _refuse_other_rope(read, head_dim, rotary)
     experts = read.integer("num_experts")
     chosen = read.integer("num_experts_per_tok")
     if chosen > experts:
         raise read.fail("num_experts_per_tok", f"{chosen} exceeds num_experts {experts}")
-    dense = raw.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise read.fail("mlp_only_layers", f"must list layer numbers below {layers}, not {dense!r}")
     vocab = read.integer("vocab_size")
     eos = _token_ids(raw.get("eos_token_id"))
     if eos is None or any(token >= vocab for token in eos):
@@ -266,7 +369,7 @@ def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | Non
         num_experts_per_tok=chosen,
         sliding_window=read.integer("sliding_window"),
         layer_types=_layer_types(read, layers),
-        mlp_only_layers=tuple(sorted(set(dense))),
+        mlp_only_layers=_dense_layers(read, layers),
         rope_theta=read.positive("rope_theta"),
         swa_rope_theta=read.positive("swa_rope_theta"),
         rotary_dim=rotary,
@@ -303,7 +406,10 @@ def parse_draft(raw: Mapping[str, Any], target: Q1Config, where: str = "mtp/conf
         # one physical layer, routed, sliding: its window and RoPE base are the draft's own
         "num_hidden_layers": 1,
         "layer_types": [SLIDING],
+        "first_layers_types": None,
         "mlp_only_layers": [],
+        "first_k_dense_replace": None,
+        "moe_layer_freq": None,
         "sliding_window": read.integer("sliding_window"),
         "swa_rope_theta": read.positive("swa_rope_theta"),
     }
@@ -320,12 +426,15 @@ def parse_draft(raw: Mapping[str, Any], target: Q1Config, where: str = "mtp/conf
 
 
 def load_config(model_dir: str | Path) -> tuple[Q1Config, DraftConfig | None]:
-    """Target and draft configs of a checkpoint folder; the draft is None where there is no mtp/config.json."""
+    """Target and draft configs of a checkpoint folder; the draft is None where there is no mtp/config.json.
+
+    Raises ConfigError for what is not computed or cannot be read.
+    """
     folder = Path(model_dir)
     path = folder / "config.json"
     target = parse_target(read_json(path), str(path))
     path = folder / "mtp" / "config.json"
-    if not path.exists():
+    if not is_present(path.parent) or not is_present(path):
         return target, None
     return target, parse_draft(read_json(path), target, str(path))
 
@@ -333,22 +442,28 @@ def load_config(model_dir: str | Path) -> tuple[Q1Config, DraftConfig | None]:
 def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingDefaults:
     """generation_config.json's sampling defaults; its stop tokens join those of config.json.
 
-    Without the file the defaults are plain sampling. `do_sample: false` means temperature 0.
+    Without the file the defaults are plain sampling. `do_sample: false` means temperature 0;
+    null or absent means true.
     """
     path = Path(model_dir) / "generation_config.json"
-    if not path.exists():
+    if not is_present(path):
         return SamplingDefaults(stop_tokens=config.eos_token_ids)
     raw = read_json(path)
     read = _Reader(raw, str(path))
     eos = _token_ids(raw.get("eos_token_id"))
     if eos is None or any(token >= config.vocab_size for token in eos):
         raise read.fail("eos_token_id", f"must be token ids below {config.vocab_size}, not {raw['eos_token_id']!r}")
+    sample = raw.get("do_sample")
+    if sample is not None and not isinstance(sample, bool):
+        raise read.fail("do_sample", f"must be true or false, not {sample!r}")
     temperature = read.number("temperature", 1.0)
+    if temperature < 0:
+        raise read.fail("temperature", f"must be at least 0, not {temperature!r}")
     top_p = read.number("top_p", 1.0)
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise read.fail("temperature and top_p", "must be at least 0, and in (0, 1]")
+    if not 0 < top_p <= 1:
+        raise read.fail("top_p", f"must be above 0 and at most 1, not {top_p!r}")
     return SamplingDefaults(
-        temperature=temperature if raw.get("do_sample", True) else 0.0,
+        temperature=0.0 if sample is False else temperature,
         top_k=read.integer("top_k", 0) if raw.get("top_k") is not None else 0,
         top_p=top_p,
         stop_tokens=tuple(dict.fromkeys(config.eos_token_ids + eos)),

@@ -25,6 +25,14 @@ def nano() -> tuple[Path, Tokenizer, Callable[..., list[list[int]]]]:
     return NANO, tokenizer, lambda count, seed, kinds="fts": nano_prompts.prompts(NANO, tokenizer, count, seed, kinds)
 
 
+def at_least_one(text: str) -> int:
+    """A count given on a command line."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
@@ -49,5 +57,7 @@ def append_row(name: str, results: dict[str, Any]) -> None:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **results,
     }
-    with (ROOT / "tools" / "benchlog" / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+    log = ROOT / "tools" / "benchlog" / f"{name}.jsonl"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

@@ -8,7 +8,6 @@ with drafts chosen by the stop rule and without, alternating, the greedy tokens
 of both compared. Medians with the range over repeats.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -20,10 +19,11 @@ from typing import Any
 if not __package__:  # run as a script, whose folder is on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cuq1.cli import Parser, guarded
 from cuq1.engine import Engine, open_engine
 from cuq1.sampling import DecodeParams
 from cuq1.text import Tokenizer
-from tools.bench import NANO, ROOT, append_row, nano
+from tools.bench import NANO, ROOT, append_row, at_least_one, nano
 
 FIRST_TOKEN_LIMIT = 2.0  # seconds
 DECODE_LIMIT = 60.0  # tokens a second
@@ -73,8 +73,13 @@ def spread(values: list[float], digits: int = 3) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    """Run the command line; returns the exit status."""
+    return guarded("bench_cpu", _main)
+
+
+def _main() -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=at_least_one, default=7)
     parser.add_argument("--log", action="store_true", help="append a row to tools/benchlog/")
     options = parser.parse_args()
     _, tokenizer, make_prompts = nano()

@@ -9,7 +9,6 @@ engine's scores, in float64 and token by token, without the sampler's code. The
 false alarm rate is that of a p-value below 1e-7.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -24,10 +23,11 @@ from scipy import stats
 if not __package__:  # run as a script, whose folder is on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cuq1.cli import Parser, guarded
 from cuq1.engine import Engine, open_engine
 from cuq1.sampling import DecodeParams
 from cuq1.text import Tokenizer
-from tools.bench import NANO, append_row
+from tools.bench import NANO, append_row, at_least_one
 
 FALSE_ALARM = 1e-7
 LEAST_EXPECTED = 10.0  # cells below it are pooled, as the chi-square approximation needs
@@ -101,9 +101,14 @@ def p_values(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run the command line; returns the exit status."""
+    return guarded("check_distribution", _main)
+
+
+def _main() -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=NANO)
-    parser.add_argument("--rounds", type=int, default=20_000)
+    parser.add_argument("--rounds", type=at_least_one, default=20_000)
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--prompt", default="def parse_", help="raw prompt after which the model has a choice")
     parser.add_argument("--log", action="store_true", help="append a row to tools/benchlog/")

@@ -7,7 +7,6 @@ and with the stop rule, and compares. Prompts shorter and longer than the
 windows, and enough tokens, take both rings through their wraps.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -18,9 +17,10 @@ from typing import Any
 if not __package__:  # run as a script, whose folder is on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cuq1.cli import Parser, guarded
 from cuq1.engine import Engine, open_engine
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
-from tools.bench import append_row, nano
+from tools.bench import append_row, at_least_one, nano
 
 DRAFTS: tuple[Any, ...] = ("auto", *range(1, MAX_DRAFTS + 1))
 
@@ -45,9 +45,14 @@ def differing(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=51)
-    parser.add_argument("--tokens", type=int, default=200)
+    """Run the command line; returns the exit status."""
+    return guarded("check_greedy", _main)
+
+
+def _main() -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=at_least_one, default=51)
+    parser.add_argument("--tokens", type=at_least_one, default=200)
     parser.add_argument("--log", action="store_true", help="append a row to tools/benchlog/")
     options = parser.parse_args()
     model, _, make_prompts = nano()

@@ -12,7 +12,6 @@ is reported comes from other prompts and seeds. --bench decodes held-out prompts
 for real instead, the shipped rule and the best fixed depth alternating.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -28,10 +27,11 @@ from numpy.typing import NDArray
 if not __package__:  # run as a script, whose folder is on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cuq1.cli import Parser, guarded
 from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MAX_DRAFTS, MIN_AUTO_DRAFTS, DecodeParams
 from cuq1.sampling.depth import FEATURES, DepthRule, default_rule, features
-from tools.bench import ROOT, append_row, nano
+from tools.bench import ROOT, append_row, at_least_one, nano
 
 F64 = NDArray[np.float64]
 DECISIONS = range(MIN_AUTO_DRAFTS, MAX_DRAFTS)
@@ -215,10 +215,19 @@ def fit_and_report(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run the command line; returns the exit status."""
+    return guarded("fit_depth", _main)
+
+
+def _main() -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the rule here")
-    parser.add_argument("--prompts", type=int, default=180, help="prompts to train on, and half as many held out")
-    parser.add_argument("--bench", type=int, metavar="SEEDS", help="time the shipped rule instead of fitting one")
+    parser.add_argument(
+        "--prompts", type=at_least_one, default=180, help="prompts to train on, and half as many held out"
+    )
+    parser.add_argument(
+        "--bench", type=at_least_one, metavar="SEEDS", help="time the shipped rule instead of fitting one"
+    )
     parser.add_argument("--log", action="store_true", help="append a row to tools/benchlog/")
     options = parser.parse_args()
     model, _, prompts = nano()

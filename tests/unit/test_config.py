@@ -1,13 +1,25 @@
 """config.json: what is computed is parsed exactly, and anything else is refused before a weight is read."""
 
 import copy
+import errno
 import json
 import math
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from cuq1.config import FULL, SLIDING, load_config, load_sampling_defaults, parse_draft, parse_target
+from cuq1.config import (
+    FULL,
+    SLIDING,
+    SamplingDefaults,
+    load_config,
+    load_sampling_defaults,
+    parse_draft,
+    parse_target,
+)
 from cuq1.errors import ConfigError
+from cuq1.sampling.params import DecodeParams
 from tests.paths import NANO, RELEASED
 from tools.make_checkpoint import tiny_config
 
@@ -51,6 +63,14 @@ def test_nano_has_the_released_keys():
         {"an_unrelated_key": 3},
         {"rotary_dim": 0},
         {"rotary_dim": 32},
+        {"scoring_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"layer_types": [FULL, SLIDING, SLIDING, FULL]},
+        {"first_k_dense_replace": 1, "moe_layer_freq": 1},
+        {"moe_layer_freq": [0, 1, 1, 1]},
+        {"use_qk_norm": True, "attn_output_gate": False},
+        {"moe_topk": 2, "rope_local_base_freq": 10000},
     ],
 )
 def test_harmless_differences_are_accepted(change):
@@ -77,9 +97,37 @@ def test_harmless_differences_are_accepted(change):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling has type 'linear'"),
         ({"rope_scaling": "yarn"}, "rope_scaling has type 'yarn'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has type 'yarn'"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', which cuq1 does not compute"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5"),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ({"use_qk_norm": False}, "use_qk_norm is False"),
+        ({"qk_layernorm": False}, "qk_layernorm is False"),
+        ({"attn_output_gate": True}, "attn_output_gate is True"),
+        ({"rope_interleave": True}, "rope_interleave is True"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+        ({"attention_multiplier": 0.01}, "attention_multiplier is 0.01"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but rotary_dim is 16 of head_dim 32"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half', but rotary_dim is 16"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+            "rope_parameters.partial_rotary_factor is 1.0, but rotary_dim is 16",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters.rope_theta is 500000.0, but rope_theta is 1000000.0: keep the one that is right",
+        ),
+        ({"rope_scaling": {"type": "default", "rope_theta": "x"}}, "rope_scaling.rope_theta is 'x', but rope_theta is"),
+        ({"moe_topk": 4}, "moe_topk is 4, but num_experts_per_tok is 2"),
+        ({"rope_local_base_freq": 1e6}, "rope_local_base_freq is 1000000.0, but swa_rope_theta is 10000.0"),
+        ({"layer_types": [FULL, FULL, SLIDING, FULL]}, "layer_types contradicts first_layers_types"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace is 2, which contradicts mlp_only_layers [0]"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2, which contradicts mlp_only_layers [0]"),
+        ({"moe_layer_freq": [1, 1, 1, 1]}, "moe_layer_freq is [1, 1, 1, 1], which contradicts"),
         ({"num_hidden_layers": 5}, "gives 4 layers, but num_hidden_layers is 5"),
         ({"num_hybrid_layers_block": 10**9}, "but num_hidden_layers is 4"),
         ({"layer_types": [FULL] * 3}, "layer_types gives 3 layers, but num_hidden_layers is 4"),
+        ({"layer_types": [FULL, SLIDING, "full", FULL]}, "layer_types names 'full'"),
         ({"layer_types": [FULL] * 3 + ["linear_attention"]}, "layer_types names 'linear_attention'"),
         ({"layer_types": FULL}, "layer_types must be a list of strings"),
         ({"first_layers_types": None}, "first_layers_types must be a list of strings"),
@@ -177,7 +225,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist: point to a folder that holds a checkpoint"):
         load_config(tmp_path / "none")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(Not a directory\): check the path"):
         load_config(tmp_path / "file")
 
 
@@ -211,6 +259,106 @@ def test_sampling_defaults(tmp_path):
 def test_sampling_defaults_out_of_range_are_refused(tmp_path, raw):
     with pytest.raises(ConfigError, match="generation_config"):
         defaults_of(tmp_path, raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"temperature": -0.5}, "temperature must be at least 0, not -0.5"),
+        ({"temperature": "1"}, "temperature must be a finite number, not '1'"),
+        ({"temperature": True}, "temperature must be a finite number, not True"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
+        ({"top_p": [0.9]}, "top_p must be a finite number, not [0.9]"),
+        ({"top_k": "20"}, "top_k must be an integer from 0"),
+        ({"do_sample": "false"}, "do_sample must be true or false, not 'false'"),
+        ({"do_sample": 0}, "do_sample must be true or false, not 0"),
+    ],
+)
+def test_sampling_defaults_at_fault_are_named_with_their_value(tmp_path, raw, says):
+    with pytest.raises(ConfigError) as caught:
+        defaults_of(tmp_path, raw)
+    assert str(caught.value).startswith(f"{tmp_path / 'generation_config.json'}: {says}")
+
+
+def test_sampling_is_the_default_of_do_sample(tmp_path):
+    for sample in ({}, {"do_sample": None}, {"do_sample": True}):
+        assert defaults_of(tmp_path, {"temperature": 0.6, **sample}).temperature == 0.6
+
+
+def test_sampling_defaults_have_the_names_of_decode_params():
+    assert {field.name for field in fields(SamplingDefaults)} <= {field.name for field in fields(DecodeParams)}
+
+
+def test_a_draft_may_repeat_what_its_target_says_of_layers():
+    """Its own layer is one routed sliding layer, whatever the target's layers are."""
+    target, draft = tiny_config()
+    said = {"layer_types": [FULL, SLIDING, SLIDING, FULL], "first_k_dense_replace": 1, "moe_layer_freq": [0, 1, 1, 1]}
+    draft["target_config"] |= said
+    assert parse_draft(draft, parse_target({**target, **said})).layer.layer_types == (SLIDING,)
+
+
+def model_folder(tmp_path):
+    """A folder with the configs alone."""
+    target, draft = tiny_config()
+    (tmp_path / "mtp").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(target))
+    (tmp_path / "mtp" / "config.json").write_text(json.dumps(draft))
+    return tmp_path
+
+
+def test_only_an_absent_draft_is_no_draft(tmp_path):
+    folder = model_folder(tmp_path)
+    mtp, config = folder / "mtp", folder / "mtp" / "config.json"
+    assert load_config(folder)[1] is not None
+    config.unlink()
+    assert load_config(folder)[1] is None
+    mtp.rmdir()
+    assert load_config(folder)[1] is None
+    mtp.write_text("")
+    with pytest.raises(
+        ConfigError, match=r"mtp/config\.json cannot be read \(Not a directory\): check the path and its"
+    ):
+        load_config(folder)
+    mtp.unlink()
+    mtp.symlink_to("mtp")
+    with pytest.raises(ConfigError, match=r"mtp cannot be read \(Too many levels of symbolic links\): check"):
+        load_config(folder)
+    mtp.unlink()
+    mtp.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"mtp is a link to a file that does not exist: copy the file, or remove"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("name", ["mtp", "mtp/config.json", "generation_config.json"])
+def test_what_may_not_be_looked_at_is_not_absent(tmp_path, monkeypatch, name):
+    """As in a folder without search permission, which root would not notice."""
+    folder, stat = model_folder(tmp_path), Path.stat
+
+    def denied(path, **options):
+        if path == folder / name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read \(Permission denied\): check the path and its perm"):
+        load_sampling_defaults(folder, load_config(folder)[0])
+
+
+def test_a_path_with_a_nul_byte_is_a_fault_of_the_path():
+    with pytest.raises(ConfigError, match=r"^'a\\x00b/config\.json' holds a NUL byte, which no path may: point to"):
+        load_config("a\0b")
+
+
+def test_keys_that_occur_twice_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"head_dim": 32, "rope": {"a": 1}, "head_dim": 64}')
+    with pytest.raises(ConfigError, match=r"is not valid JSON \(the key 'head_dim' occurs twice\): copy"):
+        load_config(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    config = model_folder(tmp_path) / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    load_config(tmp_path)
 
 
 def test_parsing_leaves_its_input_alone():

@@ -140,7 +140,7 @@ def test_finish_reasons(as_json):
     assert as_json("--chat", CHAT, "--temperature", 0)["token_ids"][-1] == 0
     cut = as_json("--chat", CHAT, "--temperature", 0, "--max-tokens", 7)
     assert (cut["finish_reason"], len(cut["token_ids"])) == ("length", 7)
-    stopped = as_json("--chat", CHAT, "--temperature", 0, "--stop", "nothing of it", "--stop", "is_even(")
+    stopped = as_json("--chat", CHAT, "--temperature", 0, "--stop", "nothing of it", "nor this", "--stop", "is_even(")
     assert stopped["finish_reason"] == "stop_string"
     assert stopped["text"].endswith("def ")
     assert "is_even(" not in stopped["text"]
@@ -242,6 +242,54 @@ def test_ctrl_c_prints_what_there_is(json_too):
         assert len(start + out) >= 20
 
 
+def test_ctrl_c_during_the_prompt_still_reports(files):
+    path = files("long.txt", b"\n#" * 25_000)
+    with popen("--prompt-file", str(path), "--json") as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"")
+    result = json.loads(out)
+    assert result["prompt_tokens"] > 10_000
+    assert (result["token_ids"], result["finish_reason"], result["rounds"]) == ([], None, [])
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("--draft 9 2>&-", 2, ""),
+        (">/dev/full", 2, "No space left"),
+        ("--json >/dev/full", 2, "No space left"),
+        ("--prompt-file - <&-", 2, "stdin is closed"),
+    ],
+)
+def test_unusual_streams(redirection, status, message):
+    prompt = "" if "--prompt-file" in redirection else "--prompt a"
+    script = f"{sys.executable} -m cuq1.generate {prompt} --max-tokens 2 {redirection}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == status
+    assert message in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"\n") == bool(message)
+
+
+def test_piped_text_is_utf8_whatever_the_locale():
+    args = ("--prompt", "# añadir: é\n", "--temperature", "3", "--top-k", "0", "--top-p", "1", "--seed", "3")
+    expected = json.loads(run(*args, "--max-tokens", "120", "--json")[0])["text"]
+    assert not expected.isascii()
+    done = subprocess.run(
+        [*COMMAND, *args, "--max-tokens", "120"],
+        capture_output=True,
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout == expected.encode()
+
+
 def test_a_closed_pipe_is_quiet():
     script = f"{sys.executable} -m cuq1.generate --prompt 'import os' --max-tokens 3000 --temperature 0 | head -c 20"
     done = subprocess.run(["bash", "-c", script], capture_output=True, cwd=ROOT, check=False, timeout=120)
@@ -304,6 +352,10 @@ def refused(result, *parts):
         (("--prompt", "a", "--stop", ""), ["top string"]),
         (("--prompt", "a", "--device", "cuda"), ["--device cpu"]),
         (("--prompt", "a", "--tools", "tools.json"), ["--tools", "--chat"]),
+        (("--prompt", "a", "--no-thinking"), ["--no-thinking", "--chat"]),
+        (("--messages", "-", "--tools", "-"), ["--messages", "--tools", "stdin"]),
+        (("--prompt", "a", "--model", ""), ["config.json"]),
+        (("--prompt-file", "/"), ["cannot be read"]),
         (("--prompt", "a", "--model", "/nowhere"), ["/nowhere/config.json"]),
         (("--prompt-file", "/nowhere.txt"), ["/nowhere.txt"]),
         (("--messages", "/nowhere.json"), ["/nowhere.json"]),
@@ -312,7 +364,10 @@ def refused(result, *parts):
     ],
     ids=str,
 )
-def test_bad_arguments(generate, args, parts):
+def test_bad_arguments(generate, monkeypatch, args, parts):
+    """Each before any weight is read."""
+    if "--device" not in args:
+        monkeypatch.setattr("cuq1.generate.open_engine", None)
     refused(generate(*args), *parts)
 
 
@@ -344,6 +399,8 @@ def test_bad_messages(generate, files, messages, parts):
         ([{"type": "function"}], ["tools[0]"]),
         ([{"type": "function", "function": {"name": "f", "parameters": 3}}], ["tools[0]", "parameters"]),
         ([*TOOLS, TOOLS[0]], ["tools[4]", "name"]),
+        (b'[{"name": "f", "parameters": {"maximum": 1e400}}]', ["1e400"]),
+        (b'[{"name": "f", "parameters": {"default": NaN}}]', ["NaN"]),
     ],
     ids=str,
 )

@@ -110,7 +110,7 @@ def test_bandwidths_that_are_none(value):
     ("arguments", "says"),
     [
         (["nowhere"], "nowhere/config.json does not exist"),
-        ([str(NANO / "config.json")], "cannot be read: Not a directory"),
+        ([str(NANO / "config.json")], "cannot be read (Not a directory): check the path"),
         (
             [str(NANO), "--tp", "8"],
             "tp 8 does not divide this model (num_attention_heads is 12): choose one of 1, 2, 4",
