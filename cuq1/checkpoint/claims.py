@@ -40,8 +40,12 @@ class Claims:
     A claim that fails returns a placeholder of the expected rank, so that the walk can go on and find the rest.
     """
 
-    def __init__(self, index: Index, declares_fp8: bool, ignore: Callable[[str], bool]) -> None:
+    def __init__(
+        self, index: Index, declares_fp8: bool, ignore: Callable[[str], bool], config: str = "config.json"
+    ) -> None:
+        """`config` names, in messages, the file that asks for the tensors."""
         self.index = index
+        self._config = config
         self._declares_fp8 = declares_fp8
         self._unclaimed = dict.fromkeys(name for name in index.names if not ignore(name))
         self._missing: list[str] = []
@@ -57,7 +61,7 @@ class Claims:
         self._unclaimed.pop(name, None)
         entry = self.index.entry(name)
         if entry.shape not in shapes:
-            self._fault(name, f"has shape {list(entry.shape)}, but config.json asks for {list(shapes[0])}")
+            self._fault(name, f"has shape {list(entry.shape)}, but {self._config} asks for {list(shapes[0])}")
         elif entry.dtype not in dtypes:
             self._fault(name, f"is {entry.dtype}, and only {' or '.join(dtypes)} is computed")
         else:
@@ -98,7 +102,9 @@ class Claims:
                     self._fault(scale_name, f"scales {name!r}, which is {self.index.entry(name).dtype}, not F8_E4M3")
             return weight, None
         if not self._declares_fp8:
-            self._fault(name, "is F8_E4M3, but config.json has no quantization_config that gives its weight_block_size")
+            self._fault(
+                name, f"is F8_E4M3, but {self._config} has no quantization_config that gives its weight_block_size"
+            )
         if scale_name not in self.index:
             self._fault(name, f"is F8_E4M3, and its scale {scale_name!r} is missing")
             return weight, None
@@ -108,7 +114,7 @@ class Claims:
         if self._wrong:
             more = len(self._wrong) - 1
             also = f" (and {more} more such fault{'s' * (more > 1)})" if more else ""
-            raise CheckpointError(f"{self._wrong[0]}{also}: use files and config.json of one checkpoint")
+            raise CheckpointError(f"{self._wrong[0]}{also}: use files and {self._config} of one checkpoint")
         problems = []
         if self._missing:
             problems.append(f"lacks {_some(self._missing)}")
@@ -116,7 +122,7 @@ class Claims:
             problems.append(f"holds {_some(list(self._unclaimed), 'unknown ')}")
         if problems:
             raise CheckpointError(
-                f"{self.index.folder} {' and '.join(problems)}: use files and config.json of one checkpoint"
+                f"{self.index.folder} {' and '.join(problems)}: use files and {self._config} of one checkpoint"
             )
 
     def _fault(self, name: str, problem: str) -> None:

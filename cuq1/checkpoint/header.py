@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
+from cuq1.config import unique_keys
 from cuq1.errors import CheckpointError
 
 LENGTH_BYTES = 8
@@ -86,7 +87,7 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
     tensors tile the rest of the file exactly: no overlap, no hole, nothing missing or left at its end.
     """
     try:
-        root = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        root = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         _damaged(where, f"its header is not valid JSON ({error})")
     if not isinstance(root, dict):
@@ -102,16 +103,6 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
 
 def _damaged(where: str, problem: str) -> NoReturn:
     raise CheckpointError(f"{where} is damaged: {problem}; copy the file again") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of two equal keys, which would hide a tensor
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:200]!r} occurs twice")
-    return table
 
 
 def _no_constant(text: str) -> NoReturn:

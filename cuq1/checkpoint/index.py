@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuq1.checkpoint.header import LENGTH_BYTES, Entry, header_length, parse_header
-from cuq1.config import read_json
+from cuq1.config import is_present, read_json
 from cuq1.errors import CheckpointError, ConfigError
 
 SINGLE = "model.safetensors"
@@ -47,7 +47,9 @@ class TensorFile:
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist: the checkpoint is incomplete, copy the file") from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}): check the path and its permissions"
+            ) from None
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """The tensor as a read-only array on the mapping; its dtype must be one of NUMPY_DTYPES."""
@@ -80,14 +82,22 @@ class Index:
         return self.files[name].view(name)
 
 
+def present(path: Path) -> bool:
+    """`is_present` of one of a checkpoint's files, by CheckpointError."""
+    try:
+        return is_present(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def open_index(folder: Path) -> Index:
     """Index a folder's model.safetensors, or the shards that model.safetensors.index.json names.
 
     Raises CheckpointError for files that are missing or damaged, and where the index and the
     shards disagree about which shard holds which tensor.
     """
-    if not (folder / SHARD_INDEX).exists():
-        if not (folder / SINGLE).exists():
+    if not present(folder / SHARD_INDEX):
+        if not present(folder / SINGLE):
             raise CheckpointError(
                 f"{folder} has neither {SINGLE} nor {SHARD_INDEX}: copy the weights there, or point to their folder"
             )
@@ -95,7 +105,7 @@ def open_index(folder: Path) -> Index:
         return Index(folder, dict.fromkeys(file.entries, file))
     weight_map = _weight_map(folder / SHARD_INDEX)
     shards = {name: TensorFile(folder / name) for name in sorted(set(weight_map.values()))}
-    if (folder / SINGLE).exists() and SINGLE not in shards:
+    if present(folder / SINGLE) and SINGLE not in shards:
         raise CheckpointError(f"{folder} has both {SINGLE} and {SHARD_INDEX}: remove the one that is out of date")
     for shard, file in shards.items():
         for name in file.entries:

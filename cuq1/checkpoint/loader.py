@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from cuq1.checkpoint.claims import Claims, Stored
-from cuq1.checkpoint.index import SHARD_INDEX, SINGLE, Index, open_index
+from cuq1.checkpoint.index import SHARD_INDEX, SINGLE, Index, open_index, present
 from cuq1.checkpoint.linear import Float32, Linear
 from cuq1.checkpoint.shard import RankShare
 from cuq1.checkpoint.shares import AttentionShare, DenseShare, DraftShare, LayerShare, MoeShare, TargetShare, leaves
@@ -53,11 +53,11 @@ class Checkpoint:
         claims.finish()
         if draft_config is None:
             for name in (SINGLE, SHARD_INDEX):
-                if (path / "mtp" / name).exists():
+                if present(path / "mtp" / name):
                     raise CheckpointError(f"{path / 'mtp'} has {name} but no config.json: copy it, or remove mtp/")
             return cls(path, config, None, index, None, target, None)
         draft_index = open_index(path / "mtp")
-        claims = Claims(draft_index, draft_config.layer.fp8_block is not None, lambda _: False)
+        claims = Claims(draft_index, draft_config.layer.fp8_block is not None, lambda _: False, "mtp/config.json")
         draft = claim_draft(claims, draft_config.layer)
         claims.finish()
         return cls(path, config, draft_config, index, draft_index, target, draft)

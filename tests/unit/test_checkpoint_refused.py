@@ -163,7 +163,7 @@ def test_wrong_tensors_are_named(copy, name, change, says):
     [
         (drop("mtp.enorm.weight"), "lacks the tensor 'mtp.enorm.weight'"),
         (drop("embed_tokens.weight"), "lacks the tensor 'embed_tokens.weight'"),
-        (put("mtp.eh_proj.weight", "BF16", [64, 64]), "asks for [64, 128]"),
+        (put("mtp.eh_proj.weight", "BF16", [64, 64]), "mtp/config.json asks for [64, 128]"),
         (put("target_final_norm.weight", "BF16", [63]), "asks for [64]"),
         (put("mtp_layers.0.x", "BF16", [64]), "holds the unknown tensor 'mtp_layers.0.x'"),
         (drop("mtp.mtp_model_layer.mlp.experts.0.up_proj.weight_scale_inv"), "is missing"),
@@ -175,6 +175,15 @@ def test_the_draft_is_held_to_the_same(copy, change, says):
     message = refusal(folder)
     assert says in message
     assert str(folder / "mtp") in message
+    assert message.endswith(": use files and mtp/config.json of one checkpoint")
+
+
+def test_fp8_that_the_drafts_config_does_not_declare_is_refused(copy):
+    folder = copy("plain")
+    raw = json.loads((folder / "mtp" / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "mtp" / "config.json").write_text(json.dumps(raw))
+    assert "is F8_E4M3, but mtp/config.json has no quantization_config" in refusal(folder)
 
 
 def test_fp8_that_the_config_does_not_declare_is_refused(copy):
@@ -224,6 +233,35 @@ def test_missing_files_are_named(copy, name, lost, says):
     folder = copy(name)
     (folder / lost).unlink()
     assert says in refusal(folder)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", DRAFT])
+def test_files_that_may_not_be_read_are_not_absent(copy, file):
+    folder = copy("plain")
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to((folder / file).name)
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read \(.*symbolic links\): check the path and its p"):
+        Checkpoint.open(folder)
+    (folder / file).unlink()
+    (folder / file).symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=rf"{file} is a link to a file that does not exist"):
+        Checkpoint.open(folder)
+
+
+def test_weights_of_a_draft_without_config_that_may_not_be_looked_at(copy):
+    folder = copy("plain")
+    (folder / "mtp" / "config.json").unlink()
+    (folder / DRAFT).unlink()
+    Checkpoint.open(folder)
+    (folder / DRAFT).symlink_to("model.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint.open(folder)
+
+
+def test_a_folder_in_place_of_an_index(copy):
+    folder = copy("plain")
+    (folder / "model.safetensors.index.json").mkdir()
+    assert "cannot be read (Is a directory): check the path" in refusal(folder)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", DRAFT])
