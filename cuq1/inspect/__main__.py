@@ -14,16 +14,19 @@ from cuq1.inspect.report import report
 
 DEFAULT_BANDWIDTH = "4.5TB/s"  # an H200 reading its memory
 
-_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(?:b(?:/s)?)?", re.IGNORECASE)
+# The B of bytes is a capital: Gb/s are bits.
+_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMgGtT]?)(?:B(?:/s)?)?")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes a second from 4.5e12, 4.5TB/s, 4500 GB/s; ValueError for anything else."""
+    """Bytes a second, 1 at the least, from 4.5e12, 4.5TB/s, 4500 GB/s; ValueError for anything else."""
     match = _BANDWIDTH.fullmatch(text.strip())
     value = float(match[1]) * _PREFIXES[match[2].lower()] if match else math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a bandwidth: write bytes a second, as 4.5e12 or 4.5TB/s")
+    if not 1 <= value < math.inf:
+        raise ValueError(
+            f"{text!r} is not a bandwidth of at least 1 byte/s: write bytes a second, as 4.5e12 or 4.5TB/s"
+        )
     return value
 
 
@@ -50,7 +53,7 @@ def _inspect(argv: Sequence[str] | None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, bytes/s, ms and counts")
     args = parser.parse_args(argv)
     found = report(args.dir, args.tp, args.context, args.bandwidth)
-    print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
+    print(json.dumps(found, indent=2, allow_nan=False) if args.json else render(found), flush=True)
     return 0
 
 

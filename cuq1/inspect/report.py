@@ -59,8 +59,11 @@ def report(folder: Path, tp: int, context: int | None, bandwidth: float) -> dict
 
 def _files(folder: Path) -> Iterable[Path]:
     for part in (folder, folder / "mtp"):
-        if part.is_dir():
-            yield from part.iterdir()
+        try:
+            if part.is_dir():
+                yield from part.iterdir()
+        except OSError as error:
+            raise ConfigError(f"{part} cannot be read ({error.strerror}): check its permissions") from None
 
 
 def _sizes(config: Q1Config, draft: DraftConfig | None) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """python -m cuq1.inspect, as a user meets it."""
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,14 +94,34 @@ def test_no_draft_no_draft_columns(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", ["4.5e12", "4.5TB/s", "4.5 TB/s", "4500 GB/s", "4.5tb/s", "4.5T", "4500000MB/s", "4.5e3G"]
+    "value", ["4.5e12", "4.5TB/s", "4.5 TB/s", "4500 GB/s", "4500GB", "4.5E12", "4.5T", "4500000MB/s", "4.5e3G"]
 )
 def test_bandwidths(value):
     assert parse_bandwidth(value) == pytest.approx(4.5e12)
 
 
 @pytest.mark.parametrize(
-    "value", ["", "fast", "0", "-1", "-1TB/s", "nan", "inf", "1e999", "1..2", "4 TiB/s", "4.5TB/h"]
+    "value",
+    [
+        "",
+        "fast",
+        "0",
+        "1e-320",
+        "0.999",
+        "0.9B/s",
+        "-1",
+        "-1TB/s",
+        "nan",
+        "inf",
+        "1e999",
+        "1e308T",
+        "1..2",
+        "4 TiB/s",
+        "4.5TB/h",
+        "900 Gb/s",
+        "4.5tb/s",
+        "8b",
+    ],
 )
 def test_bandwidths_that_are_none(value):
     with pytest.raises(ValueError, match="is not a bandwidth"):
@@ -119,7 +141,10 @@ def test_bandwidths_that_are_none(value):
         ([str(NANO), "--tp", "two"], "invalid int value: 'two'"),
         ([str(NANO), "--context", "0"], "context 0 is outside this model's: choose one from 1 to 65536"),
         ([str(NANO), "--context", "65537"], "context 65537 is outside"),
-        ([str(NANO), "--bandwidth", "fast"], "'fast' is not a bandwidth: write bytes a second, as 4.5e12 or 4.5TB/s"),
+        (
+            [str(NANO), "--bandwidth", "fast"],
+            "'fast' is not a bandwidth of at least 1 byte/s: write bytes a second, as 4.5e12 or 4.5TB/s",
+        ),
         ([], "the following arguments are required: dir"),
     ],
 )
@@ -141,6 +166,21 @@ def test_half_a_checkpoint_is_no_config_without_weights(capsys, tmp_path, lost):
     (folder / lost).unlink()
     assert main([str(folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_slowest_memory_has_finite_times(capsys):
+    found = json.loads(shown(capsys, NANO, "--bandwidth", "1", "--json"), parse_constant=pytest.fail)
+    assert found["floor"]["bandwidth"] == 1
+    assert found["floor"]["rounds"][0]["round_ms"] == found["floor"]["rounds"][0]["round_bytes"] * 1e3
+
+
+def test_a_folder_that_may_not_be_listed_is_named(capsys, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert main([str(RELEASED)]) == 2
+    assert f"{RELEASED} cannot be read (Permission denied): check its permissions" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named(capsys, tmp_path):
