@@ -1,12 +1,13 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import index
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_sampling_defaults
@@ -49,6 +50,7 @@ class ReferenceEngine:
         self._draft_weights = load_draft(checkpoint, tp)
         self._draft_config = checkpoint.draft_config
         self._rule = depth_rule or default_rule()
+        self._blas = ThreadpoolController()
         self._closed = False
         self._request = 0  # counts what supersedes a running decode
         self._whole = True  # False while a change is under way, and after one that was interrupted
@@ -88,8 +90,14 @@ class ReferenceEngine:
             self._reset()
             self._tokens = tokens
         self._whole = False
-        yield
+        with self._one_thread():
+            yield
         self._whole = True
+
+    def _one_thread(self) -> AbstractContextManager[object]:
+        """BLAS on one thread: more gain little on products this small, and on shared cores wait for each other."""
+        limit: AbstractContextManager[object] = self._blas.limit(limits=1, user_api="blas")
+        return limit
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -229,9 +237,10 @@ class ReferenceEngine:
         tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0))
         target = TargetForward(self._target_weights, self.config, len(tokens))
         out = np.empty((len(tokens), self.config.vocab_size), np.float32)
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            rows = slice(start, start + PREFILL_CHUNK)
-            out[rows] = target.logits(target.forward(tokens[rows], start))
+        with self._one_thread():
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                rows = slice(start, start + PREFILL_CHUNK)
+                out[rows] = target.logits(target.forward(tokens[rows], start))
         return out
 
     def close(self) -> None:
