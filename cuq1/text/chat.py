@@ -1,6 +1,7 @@
 """Chat messages to a prompt, through the checkpoint's Jinja template."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +33,10 @@ class ChatTemplate:
     """A checkpoint's chat template.
 
     Only what the template itself writes becomes control tokens: a control
-    token typed in a message or tool, however escaped, is encoded as text.
+    token typed in a message or tool, behind JSON escapes or split over
+    neighbouring strings, is encoded as text. This takes a template that joins,
+    trims and dumps its input, as they do; one that replaces or reverses
+    characters of it can spell control tokens out of anything (see guard.py).
     """
 
     def __init__(self, name: str, source: str, special_tokens: dict[str, str], tokenizer: Tokenizer) -> None:
@@ -53,8 +57,9 @@ class ChatTemplate:
         """
         path, config_path = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer_config.json"
         config = _read_config(config_path)
-        name = str(path) if path.is_file() else f"chat_template of {config_path}"
-        source = _read(path) if path.is_file() else _default_template(config)
+        name, source = str(path), _read(path)
+        if source is None:
+            name, source = f"chat_template of {config_path}", _default_template(config, str(config_path))
         if source is None:
             raise TextError(f"{path} is missing: copy it from the checkpoint's release, or use a raw prompt")
         special_tokens = {}
@@ -124,7 +129,10 @@ class ChatTemplate:
         ).text
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> str | None:
+    """The text of a file, None where there is none."""
+    if not os.path.lexists(path):  # a link to nowhere is not missing, and fails below
+        return None
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -133,10 +141,11 @@ def _read(path: Path) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json, or {} where there is none: only the special tokens' names would be missed."""
-    if not path.is_file():
+    text = _read(path)
+    if text is None:
         return {}
     try:
-        config = json.loads(_read(path))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON ({error}): fetch the file again") from error
     if not isinstance(config, dict):
@@ -144,10 +153,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _default_template(config: dict[str, Any]) -> str | None:
-    """`chat_template` of a tokenizer_config.json: a string, or a list of {"name", "template"}."""
+def _default_template(config: dict[str, Any], where: str) -> str | None:
+    """`chat_template` of a tokenizer_config.json: a string, or the one called 'default' of several; None without.
+
+    Several are a list of {"name", "template"}, or an object of templates by name.
+    """
     template = config.get("chat_template")
-    for named in template if isinstance(template, list) else ():
-        if isinstance(named, dict) and named.get("name") == "default":
-            template = named.get("template")
-    return template if isinstance(template, str) else None
+    if template is None or isinstance(template, str):
+        return template
+    named = template
+    if isinstance(template, list) and all(isinstance(item, dict) for item in template):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item.get("name"), str)}
+    if not isinstance(named, dict):
+        raise TextError(
+            f"{where}: chat_template must be a string, a list or an object of templates: fetch the file again"
+        )
+    default = named.get("default")
+    if not isinstance(default, str):
+        names = ", ".join(map(repr, named)) or "none"
+        raise TextError(
+            f"{where}: chat_template holds no template called 'default', only {names}: "
+            "save the one to use as chat_template.jinja beside it"
+        )
+    return default

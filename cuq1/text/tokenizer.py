@@ -7,6 +7,7 @@ tokens, so no spelling, normalisation or merge can reach a control token's id
 unless the caller asked for `control=True`.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ class Tokenizer:
         or that holds an id the model has no row for.
         """
         path = Path(model_dir) / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.lexists(path):  # a link to nowhere is not missing, and fails below
             raise TextError(f"{path} is missing: copy tokenizer.json from the checkpoint's release into that folder")
         try:
             whole = tokenizers.Tokenizer.from_file(str(path))
@@ -113,7 +114,7 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise TextError(
-                    f"The text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+                    f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
                     "which is no Unicode text: decode its source as UTF-8"
                 ) from error
         ids: list[int] = []

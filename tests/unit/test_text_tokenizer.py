@@ -133,7 +133,7 @@ def test_ids_without_a_token_are_empty_and_ids_outside_are_refused() -> None:
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "\ude00\ud83d"])
 @pytest.mark.parametrize("control", [False, True])
 def test_lone_surrogates_are_refused(text: str, control: bool) -> None:
-    with pytest.raises(TextError, match=r"lone surrogate U\+D"):
+    with pytest.raises(TextError, match=r"^the text holds the lone surrogate U\+D"):
         TOKENIZER.encode(text, control=control)
 
 
@@ -168,6 +168,16 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TextError, match=r"tokenizer\.json is missing: copy"):
+        Tokenizer.load(tmp_path, VOCAB)
+
+
+def test_a_file_that_cannot_be_read_is_not_missing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(TextError, match=r"tokenizer\.json cannot be read .*: fetch"):
+        Tokenizer.load(tmp_path, VOCAB)
+    (tmp_path / "tokenizer.json").rmdir()
+    (tmp_path / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(TextError, match=r"tokenizer\.json cannot be read .*: fetch"):
         Tokenizer.load(tmp_path, VOCAB)
 
 
