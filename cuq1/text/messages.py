@@ -5,11 +5,17 @@ Every refusal names the index and the field.
 """
 
 import json
+import math
+import re
 from typing import Any, NoReturn
 
 from cuq1.errors import TextError
+from cuq1.text.markup import THINK_CLOSE, THINK_OPEN
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Reasoning in front of an answer, as clients that keep the two in one text send it back.
+_LEADING_REASONING = re.compile(rf"\s*{THINK_OPEN}(.*?){THINK_CLOSE}(.*)", re.DOTALL)
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -17,13 +23,19 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
     A message has a `role` of ROLES and `content`: a string or a list of text
     parts, which are joined; an assistant's may also be null or absent. An
-    assistant may have `reasoning_content` (or `reasoning`) and `tool_calls`,
-    whose function may stand bare. Arguments are an object, or a string with
-    one; absent, null and blank are no arguments. Other fields are kept.
+    assistant may have `reasoning_content` (or `reasoning`); without it, a
+    `<think>…</think>` that begins its content is taken for it, exactly as it
+    stands, and leaves the content. An assistant may have `tool_calls`, whose
+    function may stand bare. Arguments are an object, or a string with one;
+    absent, null and blank are no arguments. Other fields are kept.
+
+    Everything is JSON: numbers are finite, and strings hold no lone surrogate.
     """
     if not isinstance(messages, list) or not messages:
         _refuse("messages", f"must be a list of at least one message, not {_shown(messages)}")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _check_json(checked, "messages")
+    return checked
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
@@ -40,6 +52,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
         first = first_with.setdefault(tool["function"]["name"], index)
         if first != index:
             _refuse(f"tools[{index}].function.name", f"must differ from that of tools[{first}]")
+    _check_json(checked, "tools")
     return checked
 
 
@@ -50,6 +63,8 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         found = _shown(role) if "role" in message else "absent"
         _refuse(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {found}")
+    if message.get("function_call") is not None:
+        _refuse(f"{where}.function_call", "is not read: write tool_calls, and tool messages for the results")
     checked = dict(message)
     checked["content"] = _check_content(message.get("content"), f"{where}.content", nullable=role == "assistant")
     if role != "assistant":
@@ -62,6 +77,8 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
             _refuse(f"{where}.{field}", f"must be a string or null, not {_shown(reasoning)}")
     if checked.get("reasoning_content") is None and checked.get("reasoning") is not None:
         checked["reasoning_content"] = checked["reasoning"]
+    if checked.get("reasoning_content") is None and (lifted := _LEADING_REASONING.fullmatch(checked["content"] or "")):
+        checked["reasoning_content"], checked["content"] = lifted.groups()
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
@@ -119,6 +136,7 @@ def _check_arguments(arguments: Any, where: str) -> str | dict[str, Any]:
         _refuse(where, f"must be a string with a JSON object, and this is not one: {error}")
     if not isinstance(parsed, dict):
         _refuse(where, f"must be a string with a JSON object, not with {_shown(parsed)}")
+    _check_json(parsed, where)
     return arguments
 
 
@@ -148,6 +166,46 @@ def _check_tool(tool: Any, where: str) -> dict[str, Any]:
     return tool if "type" in tool else {"type": "function", **tool}
 
 
+def _check_json(value: Any, where: str) -> None:
+    """Refuses what JSON, or UTF-8, cannot express anywhere inside `value`."""
+    try:
+        _check_value(value, where)
+    except RecursionError:
+        _refuse(where, "must not be nested this deeply: flatten arguments or schemas")
+
+
+def _check_value(value: Any, where: str) -> None:
+    if isinstance(value, str):
+        _check_string(value, where)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                _refuse(where, f"has the key {key!r}, and the keys of a JSON object are strings: quote it")
+            _check_string(key, where)
+            _check_value(item, f"{where}.{key}" if key.isidentifier() else f"{where}[{_shown(key)}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            _refuse(where, f"is {value!r}, which is no JSON number: write a finite one, or a string")
+    elif value is not None and not isinstance(value, bool | int):
+        _refuse(where, f"is a {type(value).__name__}: use JSON values only")
+
+
+def _check_string(text: str, where: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        _refuse(
+            where,
+            f"holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+            "which is no Unicode text: decode its source as UTF-8",
+        )
+
+
 def _no_json(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
@@ -160,7 +218,11 @@ def _shown(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, int | float):
         return "a number"
-    return "an object" if isinstance(value, dict) else "an empty list" if value == [] else "a list"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return f"a {type(value).__name__}"
 
 
 def _refuse(where: str, problem: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """What check_messages and check_tools refuse, by index and field, and what they make of what they accept."""
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ def called(call: Any) -> list[dict[str, Any]]:
     ("messages", "problem"),
     [
         (None, "messages must be a list of at least one message, not null"),
+        ((USER,), "messages must be a list of at least one message, not a tuple"),
         ("hi", "messages must be a list of at least one message, not 'hi'"),
         (USER, "messages must be a list of at least one message, not an object"),
         ([], "messages must be a list of at least one message, not an empty list"),
@@ -55,6 +57,30 @@ def called(call: Any) -> list[dict[str, Any]]:
         (called({"function": {"name": "f", "arguments": "[1]"}}), r"function\.arguments must be .*, not with a list"),
         (called({"function": {"name": "f", "arguments": '{"a": NaN}'}}), r"arguments must be .*NaN is not JSON"),
         (called({"function": {"name": "f", "arguments": '{"a":' * 9999}}), r"function\.arguments must be"),
+        (assistant(function_call={"name": "f"}), r"messages\[1\]\.function_call is not read: write tool_calls"),
+        ([USER | {"function_call": {"name": "f"}}], r"messages\[0\]\.function_call is not read: write tool_calls"),
+        # not JSON, or not Unicode
+        (assistant(n=[1, math.nan]), r"messages\[1\]\.n\[1\] is nan, which is no JSON number: write a finite one"),
+        (
+            called({"function": {"name": "f", "arguments": {"a": {"b c": 1e400}}}}),
+            r"tool_calls\[1\]\.function\.arguments\.a\['b c'\] is inf, which is no JSON number",
+        ),
+        (
+            called({"function": {"name": "f", "arguments": {1: 2}}}),
+            r"arguments has the key 1, and .* strings: quote it",
+        ),
+        (called({"function": {"name": "f", "arguments": {"a": {1}}}}), r"arguments\.a is a set: use JSON values only"),
+        (
+            [USER, USER | {"content": "é\ud800"}],
+            r"messages\[1\]\.content holds the lone surrogate U\+D800 at character 1, .*: decode its source as UTF-8",
+        ),
+        (assistant(reasoning="\udfff"), r"messages\[1\]\.reasoning(_content)? holds the lone surrogate U\+DFFF"),
+        (called({"function": {"name": "\ud800"}}), r"tool_calls\[1\]\.function\.name holds the lone surrogate"),
+        (
+            called({"function": {"name": "f", "arguments": '{"a": ["\\ud800"]}'}}),
+            r"tool_calls\[1\]\.function\.arguments\.a\[0\] holds the lone surrogate U\+D800",
+        ),
+        (called({"function": {"name": "f", "arguments": {"\ud800": 1}}}), r"arguments holds the lone surrogate"),
         (called({"function": {"name": "f", "arguments": 5}}), r"function\.arguments must be .*, not a number"),
     ],
 )
@@ -96,6 +122,46 @@ def test_messages_are_normalised() -> None:
     assert check_messages(check_messages(messages)) == check_messages(messages)
 
 
+@pytest.mark.parametrize(
+    ("content", "reasoning", "rest"),
+    [
+        ("<think>why</think>so", "why", "so"),
+        ("\n <think>\nwhy\n</think>\n\nso", "\nwhy\n", "\n\nso"),
+        ("<think></think>", "", ""),
+        ("<think>a</think>b</think>c", "a", "b</think>c"),
+        ("<think>a<think>b</think>c", "a<think>b", "c"),
+        ([{"type": "text", "text": "<think>a</th"}, {"type": "text", "text": "ink>b"}], "a", "b"),
+    ],
+)
+def test_leading_reasoning_is_lifted_out_of_content(content: Any, reasoning: str, rest: str) -> None:
+    lifted = check_messages(assistant(content=content))
+    assert (lifted[1]["reasoning_content"], lifted[1]["content"]) == (reasoning, rest)
+    assert check_messages(lifted) == lifted
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "say <think>a</think>b"},
+        {"role": "assistant", "content": "<think>a"},
+        {"role": "assistant", "content": "a</think>b"},
+        {"role": "assistant", "content": "<THINK>a</THINK>b"},
+        {"role": "assistant", "content": "<think>a</think>b", "reasoning_content": "r"},
+        {"role": "assistant", "content": "<think>a</think>b", "reasoning_content": ""},
+        {"role": "user", "content": "<think>a</think>b"},
+        {"role": "tool", "content": "<think>a</think>b"},
+    ],
+)
+def test_other_mentions_of_reasoning_stay(message: dict[str, Any]) -> None:
+    assert check_messages([message]) == [message]
+    (kept,) = check_messages([message | {"reasoning": "r"}])
+    assert kept["content"] == message["content"]
+
+
+def test_an_absent_function_call_is_no_fault() -> None:
+    assert check_messages(assistant(content="x", function_call=None))[1]["content"] == "x"
+
+
 @pytest.mark.parametrize("arguments", [None, "", "  ", "{}"])
 def test_no_arguments_have_many_spellings(arguments: Any) -> None:
     (_, message) = check_messages(assistant(tool_calls=[{"function": {"name": "f", "arguments": arguments}}]))
@@ -112,6 +178,9 @@ def test_arguments_of_any_size_are_accepted() -> None:
     ("tools", "problem"),
     [
         (None, "tools must be a list of tools, not null"),
+        ((), "tools must be a list of tools, not a tuple"),
+        ([{"name": "f", "parameters": {"default": -math.inf}}], r"tools\[0\]\.function\.parameters\.default is -inf"),
+        ([{"name": "f", "description": "\ud800"}], r"tools\[0\]\.function\.description holds the lone surrogate"),
         ({"name": "f"}, "tools must be a list of tools, not an object"),
         (["f"], r"tools\[0\] must be an object with a function, not 'f'"),
         ([{}], r"tools\[0\]\.function must be an object with name and parameters, not absent"),
