@@ -1,10 +1,17 @@
 """Keeps control tokens that somebody typed apart from those that a template writes.
 
 Before rendering, every string of the messages and tools gets an invisible mark
-inside each spelling of a control token, and at an end where a neighbour could
-complete one. The template cannot remove the marks, so a control token that is
-still whole in the rendered text was written by the template. Strings without
-such spellings stay as they are, so ordinary prompts render as everywhere else.
+inside each spelling of a control token, and at an end, outer whitespace aside,
+where a neighbour could complete one. A control token that is still whole in the
+rendered text was written by the template. Strings without such spellings stay
+as they are, so ordinary prompts render as everywhere else.
+
+What holds: a control token typed in one string, or split over several that the
+template joins as they are, trimmed, in another letter case or through JSON, is
+text. What does not: a template that edits strings otherwise, say replaces,
+drops or reverses characters, can make a control token of input that spelled
+none, and is trusted as the rest of the checkpoint is. And a template that looks
+for markup in a string does not find what was typed there.
 """
 
 import re
@@ -51,14 +58,31 @@ class ControlSpellings:
         self._longest = max(map(len, literals), default=0)
 
     def mark(self, text: str, mark: str) -> str:
-        """`text` with `mark` put wherever it, or its neighbours' text, could spell a control token."""
+        """`text` with `mark` put wherever it, or its neighbours' text, could spell a control token.
+
+        A template may trim before it joins, so that ends are looked for inside outer whitespace too.
+        """
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         marked = self._first.sub(rf"\g<0>{mark}", text)
-        lengths = range(1, min(self._longest, len(text) + 1))
-        if any(text[:i].lower() in self._endings for i in lengths):
+        head, tail = len(marked) - len(marked.lstrip()), len(marked.rstrip())
+        if self._ends_one(text[start:]):
+            marked, tail = marked[:head] + mark + marked[head:], tail + 1
+        if self._begins_one(text[:end]):
+            marked = marked[:tail] + mark + marked[tail:]
+        # the outermost ends, where whitespace is itself part of a token's spelling
+        if start and self._ends_one(text):
             marked = mark + marked
-        if any(text[-i:].lower() in self._beginnings for i in lengths):
+        if end < len(text) and self._begins_one(text):
             marked += mark
         return marked
+
+    def _ends_one(self, text: str) -> bool:
+        """True where `text` begins with the end of a control token."""
+        return any(text[:i].lower() in self._endings for i in range(1, min(self._longest, len(text) + 1)))
+
+    def _begins_one(self, text: str) -> bool:
+        """True where `text` ends with the beginning of a control token."""
+        return any(text[-i:].lower() in self._beginnings for i in range(1, min(self._longest, len(text) + 1)))
 
 
 class InputGuard:

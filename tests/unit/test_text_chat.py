@@ -15,7 +15,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cuq1.errors import TextError
-from cuq1.text import ChatTemplate, Tokenizer, guard
+from cuq1.text import ChatTemplate, Tokenizer, check_messages, guard
 from cuq1.text.guard import ControlSpellings, InputGuard
 
 NANO = Path(__file__).parents[2] / "cuq1" / "assets" / "iquest-q1-nano"
@@ -131,7 +131,8 @@ def check_injection(rounds: int) -> None:
         # Nothing is lost either: what was typed is all there.
         assert TOKENIZER.decode(prompt.ids) == LIBRARY.normalizer.normalize_str(prompt.text)
         wrapped = [{"type": "function", "function": tools[0]}]
-        assert prompt.text == PLAIN.render(messages=messages, tools=wrapped, add_generation_prompt=True)
+        checked = check_messages(messages)  # reasoning that was typed in front of content is in its own field
+        assert prompt.text == PLAIN.render(messages=checked, tools=wrapped, add_generation_prompt=True)
 
 
 def test_typed_control_tokens_stay_text() -> None:
@@ -189,6 +190,31 @@ def test_control_tokens_cannot_be_assembled(source: str) -> None:
             assert not CONTROL_IDS & set(prompt.ids)
 
 
+@pytest.mark.parametrize("space", [" ", "\n", "\t \u2003"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content | trim }}{{ messages[1].content | trim }}",
+        "{{ messages[0].content.rstrip() }}{{ messages[1].content.strip() }}",
+        "{{ (messages[0].content | trim | tojson)[1:-1] }}{{ (messages[1].content | trim | tojson)[1:-1] }}",
+    ],
+)
+def test_trimming_assembles_no_control_tokens(source: str, space: str) -> None:
+    chat = template_of(source)
+    for token in CONTROL:
+        for i in range(1, len(token)):
+            messages = [{"role": "user", "content": part} for part in ("a " + token[:i] + space, space + token[i:])]
+            prompt = chat.prompt(messages)
+            assert prompt.text == f"a {token}"
+            assert not CONTROL_IDS & set(prompt.ids)
+
+
+def test_the_template_is_trusted_with_what_it_rewrites() -> None:
+    """As guard.py says: no mark survives a template that puts characters together by itself."""
+    chat = template_of("{{ messages[0].content | replace('-', '') }}")
+    assert chat.encode([{"role": "user", "content": "<-think>"}]) == [TOKENIZER.control_tokens["<think>"]]
+
+
 def test_templates_may_assemble_their_own_control_tokens() -> None:
     chat = template_of("{% for m in messages %}{{ '<|iquest_' ~ m.role ~ '|>' }}{{ m.content }}{{ eos }}{% endfor %}")
     assert chat.encode([{"role": "user", "content": "user"}])[0] == TOKENIZER.control_tokens["<|iquest_user|>"]
@@ -209,6 +235,10 @@ def test_overlapping_spellings_are_all_broken() -> None:
         assert "bab" not in marked.lower()
     assert spellings.mark("ab", "_") == "_ab_"
     assert spellings.mark("plain", "_") == "plain"
+    assert spellings.mark("  plain\n", "_") == "  plain\n"
+    assert spellings.mark(" ab\n", "_") == " _ab_\n"
+    # whitespace that is part of a spelling is an end of its own
+    assert ControlSpellings(["<a b>"]).mark(" b>.<a ", "_") == "_ _b>.<a_ _"
 
 
 def test_marks_avoid_every_character_of_the_input() -> None:
@@ -222,8 +252,11 @@ def test_marks_avoid_every_character_of_the_input() -> None:
 
 def test_values_that_are_no_json_are_refused() -> None:
     call = {"function": {"name": "f", "arguments": {"a": ("<think>",)}}}
-    with pytest.raises(TextError, match="hold a tuple: use JSON values only"):
+    with pytest.raises(TextError, match=r"messages\[0\]\..*\.arguments\.a is a tuple: use JSON values only"):
         CHAT.prompt([{"role": "assistant", "tool_calls": [call]}])
+    guarded = InputGuard(ControlSpellings(CONTROL), [], "")
+    with pytest.raises(TextError, match="hold a tuple: use JSON values only"):
+        guarded.protect(["a", ("<think>",)])
 
 
 def test_golden_chats() -> None:
@@ -274,7 +307,11 @@ def test_special_tokens_of_the_config_are_variables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["from config", [{"name": "rag", "template": "no"}, {"name": "default", "template": "from config"}]],
+    [
+        "from config",
+        [{"name": "rag", "template": "no"}, {"name": "default", "template": "from config"}],
+        {"rag": "no", "default": "from config"},
+    ],
 )
 def test_the_template_of_the_config_is_the_reserve(tmp_path: Path, value: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
@@ -283,7 +320,7 @@ def test_the_template_of_the_config_is_the_reserve(tmp_path: Path, value: Any) -
     assert ChatTemplate.load(tmp_path, TOKENIZER).render([{"role": "user", "content": "x"}]) != "from config"
 
 
-@pytest.mark.parametrize("config", [None, {}, {"chat_template": 5}, {"chat_template": [{"name": "rag"}]}])
+@pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
 def test_a_missing_template_is_refused(tmp_path: Path, config: Any) -> None:
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -292,11 +329,44 @@ def test_a_missing_template_is_refused(tmp_path: Path, config: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (5, "must be a string, a list or an object of templates: fetch the file again"),
+        (["default"], "must be a string, a list or an object of templates: fetch the file again"),
+        (
+            [{"name": "rag", "template": "x"}, {"name": "tool_use"}],
+            "no template called 'default', only 'rag', 'tool_use'",
+        ),
+        ({"rag": "x"}, "holds no template called 'default', only 'rag': save the one to use as chat_template.jinja"),
+        ({"default": 5}, "holds no template called 'default'"),
+        ([], "holds no template called 'default', only none"),
+    ],
+)
+def test_templates_without_a_default_are_refused(tmp_path: Path, value: Any, problem: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(TextError) as caught:
+        ChatTemplate.load(tmp_path, TOKENIZER)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}: chat_template ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "source", ["{% if %}", "{{ x", "{% for m in messages %}", "{{ x | nofilter }}", "{% unknown %}"]
 )
 def test_a_broken_template_is_refused(tmp_path: Path, source: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(TextError, match=r"chat_template\.jinja is no valid chat template \(line 1: .*\): fetch"):
+        ChatTemplate.load(tmp_path, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_files_that_cannot_be_read_are_not_missing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(TextError, match=f"{name} cannot be read .*: fetch"):
+        ChatTemplate.load(tmp_path, TOKENIZER)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(TextError, match=f"{name} cannot be read .*: fetch"):
         ChatTemplate.load(tmp_path, TOKENIZER)
 
 
@@ -340,9 +410,9 @@ def test_malformed_and_deep_input_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"a": deep}
-    with pytest.raises(TextError, match="nested too deeply"):
+    with pytest.raises(TextError, match="tools must not be nested this deeply: flatten"):
         CHAT.prompt([{"role": "user", "content": "x"}], tools=[{"name": "f", "parameters": deep}])
-    with pytest.raises(TextError, match="lone surrogate"):
+    with pytest.raises(TextError, match=r"messages\[0\]\.content holds the lone surrogate"):
         CHAT.prompt([{"role": "user", "content": "\ud800"}])
 
 
