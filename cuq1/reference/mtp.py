@@ -8,6 +8,8 @@ from cuq1.reference.ops import F32, linear, rms_norm
 from cuq1.reference.q1 import Ids, LayerForward, head_logits
 from cuq1.reference.weights import Draft
 
+TILE = 1  # a depth has one row; a tile of eight takes twice as long
+
 
 class DraftForward:
     """The draft with its cache.
@@ -21,14 +23,14 @@ class DraftForward:
     def __init__(self, weights: Draft, config: DraftConfig) -> None:
         self.weights = weights
         self.config = config.layer
-        self.layer = LayerForward(weights.layer, config.layer, SLIDING, config.layer.sliding_window)
+        self.layer = LayerForward(weights.layer, config.layer, SLIDING, config.layer.sliding_window, TILE)
         self.slots = ring_slots(config.layer.sliding_window)  # older rows need not be computed
 
     def _entry(self, tokens: Ids, hidden: F32) -> F32:
         weights, eps = self.weights, self.config.rms_norm_eps
         embedded = rms_norm(weights.embed_tokens[tokens], weights.enorm, eps)
         joined = np.concatenate((embedded, rms_norm(hidden, weights.hnorm, eps)), axis=1)
-        return np.concatenate([linear(joined, share) for share in weights.eh_proj], axis=1)
+        return np.concatenate([linear(joined, share, TILE) for share in weights.eh_proj], axis=1)
 
     def settle(self, tokens: Ids, hidden: F32, start: int) -> None:
         """Write the rows of positions start, …: tokens [rows] at start + 1, …, hidden [rows, H] at start, ….
@@ -41,7 +43,7 @@ class DraftForward:
         """As `settle`, and the rows' outputs: hidden states [rows, H] and logits [rows, vocab] for start + 2, …."""
         v = self.layer.forward(self._entry(tokens, hidden), start)
         out = rms_norm(v, self.weights.final_layernorm, self.config.rms_norm_eps)
-        return out, head_logits(out, self.weights.lm_head, self.config.logit_scale)
+        return out, head_logits(out, self.weights.lm_head, self.config.logit_scale, TILE)
 
     def oldest(self) -> int:
         """The lowest position that the cache still holds."""

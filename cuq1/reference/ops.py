@@ -4,9 +4,10 @@ A row's result must not depend on how many rows are computed with it: then
 verification of eight rows, a single step and a prefill chunk of any size agree
 bit for bit, speculation cannot change greedy output, and a seed means the same
 tokens whatever came before. BLAS does not promise that for matrices of
-different shapes, so every product here has one fixed shape: rows go through in
-tiles of TILE_ROWS and keys in tiles of TILE_KEYS, padded with zeros. Sums over
-tiles run in order of position, where a masked tile adds an exact zero.
+different shapes, so every product of a weight here has one fixed shape: rows go
+through in tiles of one size, TILE_ROWS in the target and 1 in the draft, whose
+depths have a single row, and keys in tiles of TILE_KEYS, padded with zeros. Sums
+over tiles run in order of position, where a masked tile adds an exact zero.
 """
 
 import numpy as np
@@ -18,20 +19,20 @@ TILE_ROWS = 8
 TILE_KEYS = 64
 
 
-def row_tiles(x: F32) -> F32:
-    """[rows, ...] as [tiles, TILE_ROWS, ...], the last tile padded with zero rows."""
+def row_tiles(x: F32, size: int) -> F32:
+    """[rows, ...] as [tiles, size, ...], the last tile padded with zero rows."""
     rows = x.shape[0]
-    tiles = -(-rows // TILE_ROWS)
-    if tiles * TILE_ROWS != rows:
-        padded = np.zeros((tiles * TILE_ROWS, *x.shape[1:]), np.float32)
+    tiles = -(-rows // size)
+    if tiles * size != rows:
+        padded = np.zeros((tiles * size, *x.shape[1:]), np.float32)
         padded[:rows] = x
         x = padded
-    return x.reshape(tiles, TILE_ROWS, *x.shape[1:])
+    return x.reshape(tiles, size, *x.shape[1:])
 
 
-def linear(x: F32, weight: F32) -> F32:
-    """x [rows, in] times weight [out, in] transposed: [rows, out]."""
-    tiles: F32 = row_tiles(x) @ weight.T
+def linear(x: F32, weight: F32, tile: int = TILE_ROWS) -> F32:
+    """x [rows, in] times weight [out, in] transposed, `tile` rows a product: [rows, out]."""
+    tiles: F32 = row_tiles(x, tile) @ weight.T
     return tiles.reshape(-1, weight.shape[0])[: x.shape[0]]
 
 
@@ -83,8 +84,9 @@ def attention(
     k_start: int,
     window: int | None,
     scale: float,
+    tile: int = TILE_ROWS,
 ) -> F32:
-    """Causal grouped-query attention of at most TILE_ROWS queries, with a sink of zero value.
+    """Causal grouped-query attention of at most `tile` queries, with a sink of zero value.
 
     q: [rows, heads, head_dim], after norm and RoPE; k, v: [kv_heads, tiles,
     TILE_KEYS, head_dim], holding positions from k_start on, a multiple of
@@ -94,23 +96,23 @@ def attention(
     """
     rows, heads, dim = q.shape
     kv_heads, tiles = k.shape[:2]
-    grouped = row_tiles(q)[0].reshape(TILE_ROWS, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
-    grouped = np.ascontiguousarray(grouped)  # [kv_heads, group, TILE_ROWS, head_dim]
+    grouped = row_tiles(q, tile)[0].reshape(tile, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
+    grouped = np.ascontiguousarray(grouped)  # [kv_heads, group, tile, head_dim]
     scores: F32 = grouped[:, :, None] @ k[:, None].swapaxes(-1, -2)
-    scores *= np.float32(scale)  # [kv_heads, group, tiles, TILE_ROWS, TILE_KEYS]
+    scores *= np.float32(scale)  # [kv_heads, group, tiles, tile, TILE_KEYS]
 
-    positions = np.full(TILE_ROWS, q_positions[-1])
+    positions = np.full(tile, q_positions[-1])
     positions[:rows] = q_positions
     distance = positions[:, None] - (k_start + np.arange(tiles * TILE_KEYS))
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    scores += np.where(hidden, np.float32(-np.inf), np.float32(0)).reshape(TILE_ROWS, tiles, TILE_KEYS).swapaxes(0, 1)
+    scores += np.where(hidden, np.float32(-np.inf), np.float32(0)).reshape(tile, tiles, TILE_KEYS).swapaxes(0, 1)
 
-    sink = np.float32(scale) * (grouped * sink_k[:, None, None]).sum(axis=-1)  # [kv_heads, group, TILE_ROWS]
+    sink = np.float32(scale) * (grouped * sink_k[:, None, None]).sum(axis=-1)  # [kv_heads, group, tile]
     peak = np.maximum(scores.max(axis=(2, 4)), sink)
     scores -= peak[:, :, None, :, None]
     np.exp(scores, out=scores)
     total = scores.sum(axis=-1).sum(axis=2) + np.exp(sink - peak)
     out: F32 = (scores @ v[:, None]).sum(axis=2) / total[..., None]
-    return out.transpose(2, 0, 1, 3).reshape(TILE_ROWS, heads, dim)[:rows]
+    return out.transpose(2, 0, 1, 3).reshape(tile, heads, dim)[:rows]

@@ -38,22 +38,24 @@ def new_cache(config: Q1Config, kind: str, kv_heads: int, capacity: int) -> Cach
     return FullCache(kv_heads, config.head_dim, capacity)
 
 
-def _gated(x: F32, gate_up: F32, down: F32) -> F32:
+def _gated(x: F32, gate_up: F32, down: F32, tile: int) -> F32:
     """down(silu(gate(x)) * up(x)) of one expert or dense layer."""
-    both = linear(x, gate_up)
+    both = linear(x, gate_up, tile)
     width = both.shape[1] // 2
-    return linear(silu(both[:, :width]) * both[:, width:], down)
+    return linear(silu(both[:, :width]) * both[:, width:], down, tile)
 
 
 class LayerForward:
     """One layer with its caches, one a rank.
 
     `theta` and the caches' window are the layer's own; `config` gives the rest.
+    `tile` is the number of rows that go into one product (see `ops`).
     """
 
-    def __init__(self, layer: Layer, config: Q1Config, kind: str, capacity: int) -> None:
+    def __init__(self, layer: Layer, config: Q1Config, kind: str, capacity: int, tile: int = TILE_ROWS) -> None:
         self.layer = layer
         self.config = config
+        self.tile = tile
         self.theta = config.swa_rope_theta if kind == SLIDING else config.rope_theta
         self.caches = [new_cache(config, kind, len(sink), capacity) for sink in layer.sink_k]
 
@@ -65,21 +67,21 @@ class LayerForward:
 
     def _keys_values(self, n: F32, rank: int, start: int) -> tuple[F32, F32]:
         """One rank's k and v [rows, kv_heads, head_dim], ready for the cache."""
-        both = linear(n, self.layer.kv[rank])
+        both = linear(n, self.layer.kv[rank], self.tile)
         k, v = np.split(both, 2, axis=1)
         return self._heads(k, self.layer.k_norm, start), v.reshape(len(n), -1, self.config.head_dim)
 
     def _attend(self, n: F32, rank: int, start: int) -> F32:
         """One rank's attention output [rows, heads * head_dim]; writes K and V of its rows."""
         cache = self.caches[rank]
-        q = self._heads(linear(n, self.layer.q[rank]), self.layer.q_norm, start)
+        q = self._heads(linear(n, self.layer.q[rank], self.tile), self.layer.q_norm, start)
         k, v = self._keys_values(n, rank, start)
         out = np.empty_like(q)
-        for row in range(0, len(n), TILE_ROWS):
+        for row in range(0, len(n), self.tile):
             # A tile's rows are written before they are read, as a verification pass does it.
-            rows = slice(row, row + TILE_ROWS)
+            rows = slice(row, row + self.tile)
             cache.write(start + row, k[rows], v[rows])
-            positions = start + np.arange(row, min(row + TILE_ROWS, len(n)))
+            positions = start + np.arange(row, min(row + self.tile, len(n)))
             first = 0 if cache.window is None else max(0, int(positions[0]) - cache.window + 1)
             keys, values, k_start = cache.read(first, int(positions[-1]))
             out[rows] = attention(
@@ -91,12 +93,13 @@ class LayerForward:
                 k_start,
                 cache.window,
                 self.config.softmax_scale,
+                self.tile,
             )
         return out.reshape(len(n), -1)
 
     def _moe(self, f: F32, experts: Experts) -> F32:
         """The routed experts' outputs [rows, hidden], weighted and summed from the largest weight down."""
-        ids, weights = route(linear(f, experts.router), self.config.num_experts_per_tok)
+        ids, weights = route(linear(f, experts.router, self.tile), self.config.num_experts_per_tok)
         order = np.argsort(ids, axis=None, kind="stable")  # (row, place) pairs, an expert's together
         x = f[order // ids.shape[1]]
         ends = np.cumsum(np.bincount(ids.ravel(), minlength=len(experts.router))).tolist()
@@ -106,7 +109,7 @@ class LayerForward:
             start = 0
             for expert, end in enumerate(ends):
                 if end > start:
-                    y[order[start:end]] = _gated(x[start:end], gate_up[expert], down[expert])
+                    y[order[start:end]] = _gated(x[start:end], gate_up[expert], down[expert], self.tile)
                     start = end
             parts.append((y.reshape(*ids.shape, -1) * weights[:, :, None]).sum(axis=1))
         return ranks_sum(parts)
@@ -114,7 +117,9 @@ class LayerForward:
     def _mlp(self, f: F32) -> F32:
         mlp = self.layer.mlp
         if isinstance(mlp, Dense):
-            return ranks_sum([_gated(f, gate_up, down) for gate_up, down in zip(mlp.gate_up, mlp.down, strict=True)])
+            return ranks_sum(
+                [_gated(f, gate_up, down, self.tile) for gate_up, down in zip(mlp.gate_up, mlp.down, strict=True)]
+            )
         return self._moe(f, mlp)
 
     def write_kv(self, x: F32, start: int) -> None:
@@ -129,7 +134,7 @@ class LayerForward:
         """x [rows, hidden] at positions start, start + 1, … to the layer's output [rows, hidden]."""
         layer, eps = self.layer, self.config.rms_norm_eps
         n = rms_norm(x, layer.attention_norm, eps)
-        attended = ranks_sum([linear(self._attend(n, rank, start), o) for rank, o in enumerate(layer.o)])
+        attended = ranks_sum([linear(self._attend(n, rank, start), o, self.tile) for rank, o in enumerate(layer.o)])
         residual = n if layer.normed_residual else x
         h = residual + np.float32(layer.attn_scale) * rms_norm(attended, layer.attn_out_norm, eps)
         y = self._mlp(rms_norm(h, layer.feed_forward_norm, eps))
@@ -166,7 +171,7 @@ class TargetForward:
         return max(cache.oldest() for layer in self.layers for cache in layer.caches)
 
 
-def head_logits(hidden: F32, lm_head: Sequence[F32], scale: float) -> F32:
+def head_logits(hidden: F32, lm_head: Sequence[F32], scale: float, tile: int = TILE_ROWS) -> F32:
     """logit_scale * lm_head(hidden), the ranks' vocabulary rows side by side: [rows, vocab]."""
-    logits = np.concatenate([linear(hidden, share) for share in lm_head], axis=1)
+    logits = np.concatenate([linear(hidden, share, tile) for share in lm_head], axis=1)
     return logits if scale == 1 else logits * np.float32(scale)

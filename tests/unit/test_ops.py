@@ -171,6 +171,17 @@ def test_linear_does_not_depend_on_the_row_count(width, out):
     assert ops.linear(x, weight) == pytest.approx(x.astype(float) @ weight.T.astype(float), abs=1e-3)
 
 
+def test_tiles_of_one_row_compute_the_same_up_to_rounding():
+    """What the draft uses; its bits may differ from a tile of eight, never with the company."""
+    weight, x = normal(256, 512), normal(9, 512)
+    assert invariant(Rows(512, lambda rows: ops.linear(rows, weight, 1)), 9)
+    assert ops.linear(x, weight, 1) == pytest.approx(ops.linear(x, weight), abs=1e-3)
+    q, sink = normal(1, 6, 16), normal(2, 16)
+    k, v = normal(2, 3, ops.TILE_KEYS, 16), normal(2, 3, ops.TILE_KEYS, 16)
+    arguments = (q, k, v, sink, np.array([150]), 0, 70, 0.3)
+    assert ops.attention(*arguments, 1) == pytest.approx(ops.attention(*arguments), abs=1e-5)
+
+
 def test_row_check_rejects_a_row_that_sees_its_company():
     weight = normal(64, 128)
     shifted = Rows(128, lambda x: ops.linear(x, weight) + np.float32(1e-7) * np.float32(len(x)))
