@@ -234,7 +234,7 @@ class ReferenceEngine:
         sequence may fill the context.
         """
         self._check_open()
-        tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0))
+        tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0), np.int64)
         target = TargetForward(self._target_weights, self.config, len(tokens))
         out = np.empty((len(tokens), self.config.vocab_size), np.float32)
         with self._one_thread():
@@ -269,7 +269,7 @@ class ReferenceEngine:
     def _catch_up(self, chunk: int) -> None:
         """Run the tokens that the caches do not hold yet through the target; keep the last one's logits."""
         while self._done < len(self._tokens):
-            rows = np.asarray(self._tokens[self._done : self._done + chunk])
+            rows = np.asarray(self._tokens[self._done : self._done + chunk], np.int64)
             hidden = self._target.forward(rows, self._done)
             self._advance(hidden)
             if self._done == len(self._tokens):
@@ -328,7 +328,7 @@ class ReferenceEngine:
         """Draft from the pending token on, verify all rows at once, apply the rejection rule."""
         drafts, q = self._drafts(params, seed)
         start = self._done
-        rows = np.asarray([self._tokens[start], *drafts])
+        rows = np.asarray([self._tokens[start], *drafts], np.int64)
         hidden = self._target.forward(rows, start)
         p = [self._distribution(row, params) for row in self._target.logits(hidden)]
         accepted, token = verify(drafts, q, p, seed, start + 1)
@@ -352,7 +352,7 @@ class ReferenceEngine:
         entropies: list[float] = []
         while True:
             depth = len(drafts)
-            hidden, logits = self._draft.forward(np.asarray([token]), hidden, pending - 1 + depth)
+            hidden, logits = self._draft.forward(np.asarray([token], np.int64), hidden, pending - 1 + depth)
             q.append(self._distribution(logits[0], params))
             token = draw(q[-1], uniform(seed, pending + 1 + depth, Purpose.DRAFT))
             drafts.append(token)
@@ -375,7 +375,9 @@ class ReferenceEngine:
         if first < last:
             held = self._done - len(self._hidden)
             draft.settle(
-                np.asarray(self._tokens[first + 1 : last + 1]), self._hidden[first - held : last - held], first
+                np.asarray(self._tokens[first + 1 : last + 1], np.int64),
+                self._hidden[first - held : last - held],
+                first,
             )
         self._settled = last
         self._hidden = self._hidden[-1:]

@@ -38,7 +38,8 @@ def linear(x: F32, weight: F32, tile: int = TILE_ROWS) -> F32:
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
     """weight * x / sqrt(mean(x**2) + eps) over the last axis."""
-    scale: F32 = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
+    inverse = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
+    scale: F32 = inverse.astype(np.float32, copy=False)
     return x * scale * weight
 
 

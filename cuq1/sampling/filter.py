@@ -40,11 +40,11 @@ def filtered(logits: NDArray[np.float32], temperature: float, top_k: int, top_p:
     k-th place exactly k are kept, lower ids first. top_p keeps the token that
     crosses p. Raises Cuq1Error where the logits hold a NaN or +Inf.
     """
-    peak = logits.max()
+    peak = np.max(logits)
     if not np.isfinite(peak):
         raise Cuq1Error("the model computed a logit that is not a number: the checkpoint's values are damaged")
     if temperature == 0:
-        return Distribution(np.array([int(logits.argmax())]), np.ones(1))
+        return Distribution(np.array([int(np.argmax(logits))]), np.ones(1))
     vocab = logits.shape[0]
     if 0 < top_k < vocab:
         threshold = np.partition(logits, vocab - top_k)[vocab - top_k]
