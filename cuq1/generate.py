@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cuq1.answer import Answer, Clock, PlainWriter, TerminalWriter
 from cuq1.cli import INTERRUPTED, Parser, guarded
@@ -25,6 +25,7 @@ from cuq1.errors import RequestError, TextError
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from cuq1.sampling.params import check_draft, check_prompt
 from cuq1.text import ChatTemplate, Tokenizer, check_tools
+from cuq1.text.jsontext import refuse_constant
 from cuq1.text.output import OutputStream
 
 DEFAULT_MAX_TOKENS = 1024
@@ -84,10 +85,6 @@ def _read_text(name: str) -> str:
         raise TextError(f"{where} cannot be read ({reason}): name a readable file") from None
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -98,7 +95,7 @@ def _finite(text: str) -> float:
 def _read_json(name: str) -> Any:
     text = _read_text(name)
     try:
-        return json.loads(text.removeprefix("\ufeff"), parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text.removeprefix("\ufeff"), parse_constant=refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         where = "stdin" if name == "-" else name
         raise TextError(f"{where} is not valid JSON ({error}): correct it") from None

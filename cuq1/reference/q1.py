@@ -123,12 +123,11 @@ class LayerForward:
         return self._moe(f, mlp)
 
     def write_kv(self, x: F32, start: int) -> None:
-        """Store the rows' keys and values, and compute nothing else."""
+        """Store the keys and values of at most as many rows as the caches hold, and compute nothing else."""
         n = rms_norm(x, self.layer.attention_norm, self.config.rms_norm_eps)
         for rank, cache in enumerate(self.caches):
             k, v = self._keys_values(n, rank, start)
-            for row in range(0, len(n), TILE_ROWS):
-                cache.write(start + row, k[row : row + TILE_ROWS], v[row : row + TILE_ROWS])
+            cache.write(start, k, v)
 
     def forward(self, x: F32, start: int) -> F32:
         """x [rows, hidden] at positions start, start + 1, … to the layer's output [rows, hidden]."""

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cuq1.errors import TextError
 from cuq1.text.guard import InputGuard
+from cuq1.text.jsontext import refuse_constant
 
 # The name under which a rendering's InputGuard reaches the filters; nothing in it is secret from the template.
 _GUARD = "_input_guard"
@@ -64,15 +65,11 @@ def _float(written: str) -> float:
     return number if repr(number) == written else _ExactNumber(written)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 @jinja2.pass_context
 def _fromjson(context: Context, text: str) -> Any:
     """The value of a JSON text. Strings are marked anew: an escape may have hidden a control token until now."""
     guard: InputGuard = context[_GUARD]
-    value = json.loads(guard.strip(text), parse_int=_integer, parse_float=_float, parse_constant=_refuse_constant)
+    value = json.loads(guard.strip(text), parse_int=_integer, parse_float=_float, parse_constant=refuse_constant)
     return guard.protect(value)
 
 

@@ -7,6 +7,7 @@ limited. `json.loads` limits both and reads NaN, so the grammar is here.
 
 import json
 import re
+from typing import NoReturn
 
 JSON_WHITESPACE = " \t\n\r"
 
@@ -67,6 +68,11 @@ def _first_kind(match: re.Match[str]) -> str | None:
     if match["number"]:
         return "number" if match["fraction"] or match["exponent"] else "integer"
     return match.lastgroup
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """For json.loads' parse_constant: NaN and the infinities are Python's own. Raises ValueError."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def quote(text: str) -> str:

@@ -10,6 +10,7 @@ import re
 from typing import Any, NoReturn
 
 from cuq1.errors import TextError
+from cuq1.text.jsontext import refuse_constant
 from cuq1.text.markup import THINK_CLOSE, THINK_OPEN
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -131,7 +132,7 @@ def _check_arguments(arguments: Any, where: str) -> str | dict[str, Any]:
         _refuse(where, f"must be a JSON object or a string with one, not {_shown(arguments)}")
     try:
         # Numbers are read as text: their digits are no concern here, and Python limits them.
-        parsed = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=_no_json)
+        parsed = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         _refuse(where, f"must be a string with a JSON object, and this is not one: {error}")
     if not isinstance(parsed, dict):
@@ -204,10 +205,6 @@ def _check_string(text: str, where: str) -> None:
             f"holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
             "which is no Unicode text: decode its source as UTF-8",
         )
-
-
-def _no_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _shown(value: Any) -> str:
