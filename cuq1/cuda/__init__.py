@@ -1,0 +1,1 @@
+"""The GPU: kernels' specifications, compilation, memory, graphs and the engine."""

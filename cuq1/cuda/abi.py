@@ -1,0 +1,343 @@
+"""The structures that kernels share with the host: kernels_cu/abi.cuh in ctypes.
+
+Pointers are device addresses (integers). A test compiles the C offsets against these.
+"""
+
+from ctypes import Structure, c_double, c_float, c_int32, c_uint32, c_uint64
+
+MAX_DRAFTS = 7
+MIN_AUTO_DRAFTS = 3
+MAX_TOP_K = 32
+FEATURES = 6
+ROWS = 8
+
+FAULTS = {1: "a value that is not finite", 2: "a copy that did not arrive", 3: "a token outside the vocabulary"}
+KERNELS = {
+    1: "embed",
+    2: "qkv",
+    3: "attention",
+    4: "combine",
+    5: "o_proj",
+    6: "attn_tail",
+    7: "gate_up",
+    8: "down",
+    9: "mlp_tail",
+    10: "lm_head",
+    11: "top_k",
+    12: "accept",
+    13: "draft_sample",
+    14: "eh_proj",
+    15: "entry_norm",
+    16: "prefill",
+}
+
+Pointer = c_uint64
+
+
+class Fault(Structure):
+    _fields_ = (
+        ("what", c_int32),
+        ("kernel", c_int32),
+        ("layer", c_int32),
+        ("detail", c_int32),
+    )
+
+
+class EmbedArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("tokens", Pointer),
+        ("table", Pointer),
+        ("norm", Pointer),
+        ("residual", Pointer),
+        ("normed", Pointer),
+        ("normed_residual", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class QkvArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("q_norm", Pointer),
+        ("k_norm", Pointer),
+        ("positions", Pointer),
+        ("inverse_frequencies", Pointer),
+        ("q", Pointer),
+        ("k_cache", Pointer),
+        ("v_cache", Pointer),
+        ("slots", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class AttentionArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("q", Pointer),
+        ("k_cache", Pointer),
+        ("v_cache", Pointer),
+        ("positions", Pointer),
+        ("partial_out", Pointer),
+        ("partial_max", Pointer),
+        ("partial_sum", Pointer),
+        ("slots", c_int32),
+        ("window", c_int32),
+        ("splits", c_int32),
+        ("scale", c_float),
+    )
+
+
+class CombineArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("q", Pointer),
+        ("sink_k", Pointer),
+        ("positions", Pointer),
+        ("partial_out", Pointer),
+        ("partial_max", Pointer),
+        ("partial_sum", Pointer),
+        ("attended32", Pointer),
+        ("attended", Pointer),
+        ("window", c_int32),
+        ("splits", c_int32),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class OProjArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("attended", Pointer),
+        ("attended32", Pointer),
+        ("residual", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("fold", Pointer),
+        ("out", Pointer),
+        ("router_attended", Pointer),
+        ("router_residual", Pointer),
+        ("slice_start", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class AttnTailArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("o", Pointer),
+        ("router_attended", Pointer),
+        ("router_residual", Pointer),
+        ("residual", Pointer),
+        ("attn_out_norm", Pointer),
+        ("ffn_norm", Pointer),
+        ("h", Pointer),
+        ("normed", Pointer),
+        ("codes", Pointer),
+        ("code_scale", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+        ("inner_max", Pointer),
+        ("forced_ids", Pointer),
+        ("ranks", c_int32),
+        ("attn_scale", c_float),
+    )
+
+
+class GateUpArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("codes", Pointer),
+        ("code_scale", Pointer),
+        ("weights", Pointer),
+        ("expert_ids", Pointer),
+        ("inner", Pointer),
+        ("inner_max", Pointer),
+        ("dense_groups", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class DownArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("inner", Pointer),
+        ("inner_max", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+        ("out", Pointer),
+        ("dense_groups", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class MlpTailArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("y", Pointer),
+        ("h", Pointer),
+        ("ffn_out_norm", Pointer),
+        ("next_norm", Pointer),
+        ("residual", Pointer),
+        ("normed", Pointer),
+        ("ranks", c_int32),
+        ("ffn_scale", c_float),
+        ("normed_residual", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class LmHeadArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("weights", Pointer),
+        ("logits", Pointer),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class TopKArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("logits", Pointer),
+        ("values", Pointer),
+        ("ids", Pointer),
+        ("first_id", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class State(Structure):
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("seed_lo", c_uint32),
+        ("seed_hi", c_uint32),
+        ("top_k", c_int32),
+        ("draft_limit", c_int32),
+        ("auto_depth", c_int32),
+        ("reserved", c_int32),
+        ("rule_weights", (c_double * FEATURES) * (MAX_DRAFTS - MIN_AUTO_DRAFTS)),
+        ("rule_threshold", c_double),
+        ("done", c_int32),
+        ("drafts", c_int32),
+        ("tokens", c_int32 * ROWS),
+        ("positions", c_int32 * ROWS),
+        ("depth_rows", c_int32 * ROWS),
+        ("draft_tokens", c_int32 * ROWS),
+        ("draft_positions", c_int32 * ROWS),
+        ("draft_hidden", c_int32 * ROWS),
+        ("q_count", c_int32 * ROWS),
+        ("q_ids", (c_int32 * MAX_TOP_K) * MAX_DRAFTS),
+        ("q_probs", (c_double * MAX_TOP_K) * MAX_DRAFTS),
+        ("served", c_double * ROWS),
+        ("entropy", c_double * ROWS),
+        ("log_tokens", c_int32 * ROWS),
+        ("log_count", c_int32),
+        ("log_drafted", c_int32),
+        ("log_accepted", c_int32),
+        ("log_rounds", c_int32),
+    )
+
+
+class AcceptArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("state", Pointer),
+        ("values", Pointer),
+        ("ids", Pointer),
+        ("pieces", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class DraftSampleArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("state", Pointer),
+        ("values", Pointer),
+        ("ids", Pointer),
+        ("pieces", c_int32),
+        ("depth", c_int32),
+    )
+
+
+class EhProjArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("tokens", Pointer),
+        ("hidden_rows", Pointer),
+        ("table", Pointer),
+        ("hidden", Pointer),
+        ("draft_hidden", Pointer),
+        ("enorm", Pointer),
+        ("hnorm", Pointer),
+        ("weights", Pointer),
+        ("out", Pointer),
+        ("first_row", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class EntryNormArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("pieces", Pointer),
+        ("norm", Pointer),
+        ("residual", Pointer),
+        ("normed", Pointer),
+    )

@@ -1,0 +1,1 @@
+"""Kernels' launch specifications, one module a family. Nothing here needs a GPU library."""

@@ -1,0 +1,332 @@
+// Every structure that a kernel shares with the host. cuq1/cuda/abi.py declares the same ones for ctypes, and a test
+// compiles the offsets of each against the other.
+//
+// Fields that all kernels begin with:
+//   fault  where to report what can't go on (host memory), or null
+//   live   null, or where the number of rows to compute is read (after pdl_wait): `rows` at most, 0 ends the launch
+//   layer  the layer's number, for reports; the draft's layer is -1
+//   rows   rows to compute, 1 to ROWS; rows beyond them are neither read as tokens nor written
+#pragma once
+#include "common/types.cuh"
+
+constexpr int MAX_DRAFTS = 7;
+constexpr int MIN_AUTO_DRAFTS = 3;
+constexpr int MAX_TOP_K = 32;       // candidates that are kept on the device; a larger top_k is sampled on the host
+constexpr int FEATURE_TOP_K = 20;   // what the stop rule sees of a greedy request's draft
+constexpr int FEATURES = 6;
+
+enum FaultKind { FAULT_NONE = 0, FAULT_NOT_FINITE = 1, FAULT_COPY = 2, FAULT_TOKEN = 3 };
+
+enum KernelId {
+    KERNEL_EMBED = 1,
+    KERNEL_QKV = 2,
+    KERNEL_ATTENTION = 3,
+    KERNEL_COMBINE = 4,
+    KERNEL_O_PROJ = 5,
+    KERNEL_ATTN_TAIL = 6,
+    KERNEL_GATE_UP = 7,
+    KERNEL_DOWN = 8,
+    KERNEL_MLP_TAIL = 9,
+    KERNEL_LM_HEAD = 10,
+    KERNEL_TOP_K = 11,
+    KERNEL_ACCEPT = 12,
+    KERNEL_DRAFT_SAMPLE = 13,
+    KERNEL_EH_PROJ = 14,
+    KERNEL_ENTRY_NORM = 15,
+    KERNEL_PREFILL = 16
+};
+
+// In host memory that the device writes. what: FaultKind, or -1 while it is being written.
+struct Fault {
+    int what;
+    int kernel;
+    int layer;
+    int detail;
+};
+
+// The target's entry: x = table[token]; residual = x, or the normalised x for a layer without sandwich norms.
+struct EmbedArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* tokens;       // [rows]
+    const bf16* table;       // [VOCAB_TOTAL][HIDDEN]
+    const float* norm;       // attention_norm of the first layer, [HIDDEN]
+    float* residual;         // [rows][HIDDEN]
+    f16* normed;             // [rows][HIDDEN], rms(x, norm)
+    int normed_residual;
+    int reserved;
+};
+
+// q, k, v of a layer: projection, per-head norm, RoPE, and the KV write.
+struct QkvArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][HIDDEN]
+    const uint8_t* weights;  // heads q, k, v; 8 tiles a head (see weights.py): [heads][8][chunks][512 bytes]
+    const float* scales;     // [heads][HIDDEN / 128]; null where weights are F16
+    const float* q_norm;     // [HEAD_DIM]
+    const float* k_norm;     // [HEAD_DIM]
+    const int* positions;    // [rows]
+    const double* inverse_frequencies;  // [ROTARY / 2]: theta ** (-2i / ROTARY)
+    f16* q;                  // [rows][Q_HEADS][HEAD_DIM], after norm and RoPE, not scaled
+    f16* k_cache;            // [KV_HEADS][slots / 64][64][HEAD_DIM], swizzled (see common/kv.cuh)
+    f16* v_cache;
+    int slots;               // position p lies in slot p % slots
+    int reserved;
+};
+
+// One split of the sequence, for all rows and heads of a KV head.
+struct AttentionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* q;            // [rows][Q_HEADS][HEAD_DIM]
+    const f16* k_cache;
+    const f16* v_cache;
+    const int* positions;    // [rows]
+    float* partial_out;      // [KV_HEADS][splits][ROWS * GROUP][HEAD_DIM], sum of exp(s - max) v
+    float* partial_max;      // [KV_HEADS][splits][ROWS * GROUP], max of s = scale q.k, in natural units
+    float* partial_sum;      // [KV_HEADS][splits][ROWS * GROUP], sum of exp(s - max)
+    int slots;
+    int window;              // positions that a query sees, its own included; 0 for all
+    int splits;
+    float scale;
+};
+
+struct CombineArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* q;
+    const float* sink_k;     // [KV_HEADS][HEAD_DIM]
+    const int* positions;
+    const float* partial_out;
+    const float* partial_max;
+    const float* partial_sum;
+    float* attended32;       // [rows][Q_HEADS * HEAD_DIM]
+    f16* attended;           // the same, rounded
+    int window;
+    int splits;
+    float scale;
+    int reserved;
+};
+
+// The rank's part of the O projection, and of the router logits (folded routing).
+struct OProjArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* attended;     // [rows][Q_HEADS * HEAD_DIM]
+    const float* attended32;
+    const float* residual;   // [rows][HIDDEN]
+    const uint8_t* weights;  // [HIDDEN / 16 tiles][chunks][512 bytes]
+    const float* scales;     // [HIDDEN / 16][Q_HEADS]; null where weights are F16
+    const float* fold;       // [EXPERTS][Q_HEADS * HEAD_DIM + SLICE]: router diag(ffn_norm) diag(attn_out_norm) W_o,
+                             // then the columns slice_start .. + SLICE of router diag(ffn_norm); null in a dense layer
+    float* out;              // [rows][HIDDEN]
+    float* router_attended;  // [rows][EXPERTS], fold's first part times attended32
+    float* router_residual;  // [rows][EXPERTS], fold's second part times residual's slice
+    int slice_start;
+    int reserved;
+};
+
+// o summed over ranks -> attn_out_norm -> residual -> feed_forward_norm -> routing.
+struct AttnTailArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* o;                // [ranks][rows of the buffer: ROWS][HIDDEN] partials
+    const float* router_attended;  // [ranks][ROWS][EXPERTS]; null in a dense layer
+    const float* router_residual;  // [ranks][ROWS][EXPERTS]
+    const float* residual;         // [rows][HIDDEN]
+    const float* attn_out_norm;    // [HIDDEN]
+    const float* ffn_norm;         // [HIDDEN]
+    float* h;                      // [rows][HIDDEN]
+    f16* normed;                   // [rows][HIDDEN], rms(h, ffn_norm)
+    uint8_t* codes;                // [rows][HIDDEN] E4M3 of rms(h, ffn_norm) / code_scale, or null
+    float* code_scale;             // [rows], the row's largest magnitude / 448
+    int* expert_ids;               // [ROWS][TOP_K], largest weight first
+    float* expert_weights;         // [ROWS][TOP_K]
+    float* inner_max;              // [MAX_GROUPS][ROWS] to clear, or null
+    const int* forced_ids;         // [ROWS][TOP_K] that replace the routing (laboratory), or null
+    int ranks;
+    float attn_scale;
+};
+
+// Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by
+// ascending id; an expert's weights are read once. dense_groups > 0: no routing, that many groups of all rows.
+struct GateUpArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;         // [rows][HIDDEN]
+    const uint8_t* codes;      // [rows][HIDDEN] and
+    const float* code_scale;   // [rows], where activations are FP8
+    const uint8_t* weights;    // [experts][INNER / 8 units][unit bytes], see experts.cuh
+    const int* expert_ids;     // [ROWS][TOP_K]
+    f16* inner;                // [MAX_GROUPS][ROWS][INNER], INNER_SCALE * silu(gate) * up of the rows that chose it
+    float* inner_max;          // [MAX_GROUPS][ROWS], the largest magnitude of inner, where activations are FP8
+    int dense_groups;
+    int reserved;
+};
+
+struct DownArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* inner;
+    const float* inner_max;
+    const uint8_t* weights;      // [experts][HIDDEN / 16 tiles][INNER / 32 chunks][512 bytes]
+    const float* scales;         // [experts][HIDDEN / 16][INNER / DOWN_SCALE_K]; null where weights are F16
+    const int* expert_ids;       // [ROWS][TOP_K]
+    const float* expert_weights; // [ROWS][TOP_K]
+    float* out;                  // [rows][HIDDEN]
+    int dense_groups;
+    int reserved;
+};
+
+// y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.
+struct MlpTailArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* y;            // [ranks][ROWS][HIDDEN]
+    const float* h;            // [rows][HIDDEN]
+    const float* ffn_out_norm; // [HIDDEN] or null
+    const float* next_norm;    // [HIDDEN]
+    float* residual;           // [rows][HIDDEN]: rms(out, next_norm) where normed_residual, else out
+    f16* normed;               // [rows][HIDDEN], rms(out, next_norm)
+    int ranks;
+    float ffn_scale;
+    int normed_residual;
+    int reserved;
+};
+
+struct LmHeadArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][HIDDEN]
+    const uint8_t* weights;  // F16, [ceil(VOCAB / 16) tiles][HIDDEN / 16 chunks][512 bytes]
+    float* logits;           // [ROWS][VOCAB]
+    float scale;             // logit_scale
+    int reserved;
+};
+
+// The MAX_TOP_K largest logits of each row's pieces, each piece's sorted: largest first, ties by lower id.
+struct TopKArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* logits;     // [ROWS][VOCAB]
+    float* values;           // [ROWS][PIECES][MAX_TOP_K]
+    int* ids;                // [ROWS][PIECES][MAX_TOP_K], of the whole vocabulary; -1 beyond a piece's end
+    int first_id;            // the rank's first vocabulary row
+    int reserved;
+};
+
+// One request's state on the device.
+struct State {
+    // what is asked
+    double temperature;      // 0: greedy
+    double top_p;
+    uint32_t seed_lo, seed_hi;
+    int top_k;               // 1 .. MAX_TOP_K
+    int draft_limit;         // the most drafts of the next round
+    int auto_depth;          // 1: the stop rule decides from MIN_AUTO_DRAFTS on
+    int reserved;
+    double rule_weights[MAX_DRAFTS - MIN_AUTO_DRAFTS][FEATURES];
+    double rule_threshold;
+    // the next verification: row i is the token at positions[i] = done + i, the pending token first
+    int done;                // positions that the target's caches hold; the pending token's position
+    int drafts;              // drafts made so far for the next verification
+    int tokens[ROWS];
+    int positions[ROWS];
+    // the draft's next depth. Row 0 is the newest position; depth 0 has one row for each newly committed position.
+    int depth_rows[ROWS];    // [depth]: rows to compute, 0 to skip the depth; [MAX_DRAFTS] stays 0
+    int draft_tokens[ROWS];  // the token at draft_positions + 1
+    int draft_positions[ROWS];
+    int draft_hidden[ROWS];  // which row of the target's hidden states goes with it; -1: the draft's own, row 0
+    // the drafts' distributions, most likely first
+    int q_count[ROWS];
+    int q_ids[MAX_DRAFTS][MAX_TOP_K];
+    double q_probs[MAX_DRAFTS][MAX_TOP_K];
+    double served[ROWS];     // of the drafts, at temperature 1 where the request is greedy
+    double entropy[ROWS];
+    // the last round
+    int log_tokens[ROWS];
+    int log_count;
+    int log_drafted;
+    int log_accepted;
+    int log_rounds;          // counts rounds, so that a reader knows a record from the one before it
+};
+
+// Judges the drafts against the target's candidates, and prepares the draft's depth 0.
+struct AcceptArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;                // verified rows: drafts + 1
+    State* state;
+    const float* values;     // [ROWS][ranks * PIECES][MAX_TOP_K]
+    const int* ids;
+    int pieces;              // ranks * PIECES
+    int reserved;
+};
+
+// Draws draft `depth` and prepares the next depth, or ends drafting.
+struct DraftSampleArgs {
+    Fault* fault;
+    const int* live;         // &state->depth_rows[depth]
+    int layer;
+    int rows;
+    State* state;
+    const float* values;     // [ROWS][ranks * PIECES][MAX_TOP_K], row 0
+    const int* ids;
+    int pieces;
+    int depth;
+};
+
+// The draft's entry: eh_proj([rms(embed(token), enorm) ; rms(hidden, hnorm)]), the rank's output rows, in pieces of K.
+struct EhProjArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* tokens;         // [rows], State.draft_tokens
+    const int* hidden_rows;    // [rows], State.draft_hidden
+    const bf16* table;         // [VOCAB_TOTAL][HIDDEN]
+    const float* hidden;       // the target's, [ROWS][HIDDEN], after its final norm
+    const float* draft_hidden; // the draft's, [ROWS][HIDDEN]
+    const float* enorm;        // [HIDDEN]
+    const float* hnorm;        // [HIDDEN]
+    const uint8_t* weights;    // F16, [EH_ROWS / 16 tiles][2 * HIDDEN / 16 chunks][512 bytes]
+    float* out;                // [EH_SPLITS][ROWS][HIDDEN]; the rank's rows from first_row on
+    int first_row;
+    int reserved;
+};
+
+// u = the sum of eh_proj's pieces; residual = u; normed = rms(u, norm).
+struct EntryNormArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* pieces;     // [EH_SPLITS][ROWS][HIDDEN]
+    const float* norm;       // attention_norm of the draft's layer
+    float* residual;         // [rows][HIDDEN]
+    f16* normed;
+};

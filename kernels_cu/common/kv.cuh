@@ -1,0 +1,33 @@
+// The KV cache: how it lies in memory, and which part of it a pass reads.
+#pragma once
+#include "abi.cuh"
+
+// Halves from the start of a KV head's cache to (slot, dim). A slot's row is 16 pieces of 16 bytes; piece c of row r
+// lies at c ^ (r % 8), so that a tile copied as it is into shared memory is read by ldmatrix without bank conflicts.
+__device__ __forceinline__ int64_t kv_offset(int slot, int dim) {
+    return int64_t(slot) * HEAD_DIM + (((dim >> 3) ^ (slot & 7)) << 3) + (dim & 7);
+}
+
+// The tiles of 64 positions that the live rows see, and how they are shared among splits. It depends on positions
+// only, never on the cache's capacity. A tile is one of positions; in a ring it lies in slot tile `tile % (slots / 64)`.
+struct Extent {
+    int first;      // first tile of positions
+    int tiles;      // tiles from there on
+    int per_split;  // tiles of a split: split s has [first + s * per_split, ...)
+    int active;     // splits that have any
+};
+
+__device__ __forceinline__ Extent kv_extent(const int* positions, int rows, int window, int splits) {
+    int low = positions[0], high = positions[0];
+    for (int i = 1; i < rows; ++i) {
+        low = min_int(low, positions[i]);
+        high = max_int(high, positions[i]);
+    }
+    Extent extent;
+    const int oldest = window > 0 ? max_int(0, low - window + 1) : 0;
+    extent.first = oldest / KV_TILE;
+    extent.tiles = high / KV_TILE + 1 - extent.first;
+    extent.per_split = div_up(extent.tiles, splits);
+    extent.active = div_up(extent.tiles, extent.per_split);
+    return extent;
+}

@@ -1,0 +1,11 @@
+// Programmatic dependent launch.
+//
+// Every kernel of a pass is launched with the programmatic serialisation attribute and is written as
+//     prologue (weights, shared memory, barriers)  ->  pdl_wait()  ->  pdl_trigger()  ->  work.
+// pdl_wait() returns once the predecessor has ended and its writes are visible. Since each kernel triggers
+// only after its own wait, everything older than the predecessor is complete when a prologue runs: a prologue
+// may read weights and whatever was written at least two launches earlier, and must not write global memory.
+#pragma once
+
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
