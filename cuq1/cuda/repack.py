@@ -48,7 +48,7 @@ def head_rows(rotary: int) -> NDArray[np.intp]:
 
 
 def gate_up_rows(inner: int) -> NDArray[np.intp]:
-    """The order of the rows of [gate; up], 2 * inner of them: eight of the gate, then the up rows of the same columns."""
+    """The order of the 2 * inner rows of [gate; up]: eight of the gate, then the up rows of the same columns."""
     unit = np.arange(inner).reshape(-1, 8)
     return np.concatenate((unit, unit + inner), axis=1).ravel().astype(np.intp)
 
