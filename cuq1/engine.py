@@ -38,7 +38,7 @@ class Engine(Protocol):
     def context(self) -> int:
         """The largest number of tokens that the sequence can have."""
 
-    def prefill(self, ids: Sequence[int], *, chunk: int = ...) -> int:
+    def prefill(self, ids: Sequence[int], *, chunk: int | None = ...) -> int:
         """Make `ids` the sequence; returns how many of its tokens were already held and kept."""
 
     def decode(self, params: DecodeParams | None = None) -> DecodeStream:

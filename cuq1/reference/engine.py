@@ -1,33 +1,31 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from operator import index
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_sampling_defaults
-from cuq1.errors import DeviceError, RequestError
+from cuq1.errors import DeviceError
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
 from cuq1.reference.q1 import TargetForward
 from cuq1.reference.weights import load_draft, load_target
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.filter import Distribution, filtered
-from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
-from cuq1.sampling.rng import Purpose, fresh_seed, uniform
-from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
+from cuq1.sampling.params import DecodeParams, check_prompt
+from cuq1.sampling.rng import Purpose, uniform
+from cuq1.sampling.rounds import Round
 from cuq1.sampling.speculative import draw, verify
+from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
-PREFILL_CHUNK = 256
 _FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
 
 
-class ReferenceEngine:
+class ReferenceEngine(SequenceEngine):
     """One request at a time on the CPU, in FP32, with no activation quantisation.
 
     tp > 1 computes with that many ranks' shares and sums them as the ranks of a
@@ -43,6 +41,7 @@ class ReferenceEngine:
         progress: Callable[[int, int], None] | None = None,
         depth_rule: DepthRule | None = None,
     ) -> None:
+        super().__init__()
         checkpoint = Checkpoint.open(model_dir)
         self.config = checkpoint.config
         self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
@@ -51,9 +50,6 @@ class ReferenceEngine:
         self._draft_config = checkpoint.draft_config
         self._rule = depth_rule or default_rule()
         self._blas = ThreadpoolController()
-        self._closed = False
-        self._request = 0  # counts what supersedes a running decode
-        self._whole = True  # False while a change is under way, and after one that was interrupted
         self._reset()
 
     def _reset(self) -> None:
@@ -65,8 +61,8 @@ class ReferenceEngine:
                 f"this machine's memory does not hold the caches of a context of {self.context}: "
                 "lower max_position_embeddings in config.json"
             ) from None
-        self._tokens: list[int] = []
-        self._done = 0  # tokens whose keys and values the target's caches hold
+        self._tokens = []
+        self._done = 0
         self._settled = 0  # positions whose draft rows are final
         # Hidden states of positions done - len(hidden) .. done - 1: those that the draft has still to settle.
         self._hidden: F32 = np.empty((0, self.config.hidden_size), np.float32)
@@ -78,112 +74,15 @@ class ReferenceEngine:
         if self._draft_weights is not None and self._draft_config is not None:
             self._draft = DraftForward(self._draft_weights, self._draft_config)
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """What stands inside changes caches and counts together.
-
-        An exception in the middle, Ctrl-C above all, leaves them apart; the next change then
-        starts from empty caches, and computes again what the committed sequence needs.
-        """
-        if not self._whole:
-            tokens = self._tokens
-            self._reset()
-            self._tokens = tokens
-        self._whole = False
-        with self._one_thread():
-            yield
-        self._whole = True
-
-    def _one_thread(self) -> AbstractContextManager[object]:
+    def _computing(self) -> AbstractContextManager[object]:
         """BLAS on one thread: more gain little on products this small, and on shared cores wait for each other."""
         limit: AbstractContextManager[object] = self._blas.limit(limits=1, user_api="blas")
         return limit
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """The committed sequence: prompt and generated tokens."""
-        return tuple(self._tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self.config.vocab_size
-
-    @property
-    def context(self) -> int:
-        """The largest number of tokens that the sequence can have."""
-        return self.config.max_position_embeddings
-
-    @property
     def max_drafts(self) -> int:
         """The most drafts that a round can have; 0 where the checkpoint has no draft."""
         return 0 if self._draft_config is None else self._draft_config.num_draft_slots
-
-    def prefill(self, ids: Sequence[int], *, chunk: int = PREFILL_CHUNK) -> int:
-        """Make `ids` the engine's sequence, and compute what `decode` starts from.
-
-        The longest prefix that the caches already hold is kept, so a conversation's
-        next turn passes the whole conversation. The result does not depend on what
-        was kept, nor on `chunk`, the rows computed at once. Returns the number of
-        tokens that were kept. Raises RequestError for an empty prompt, one at or
-        past the context, or an id outside the vocabulary.
-        """
-        self._check_open()
-        ids = check_prompt(ids, self.vocab_size, self.context, room=1)
-        if not isinstance(chunk, int) or chunk < 1:
-            raise RequestError(f"the prefill chunk must be an integer of at least 1 row, not {chunk!r}")
-        self._request += 1
-        with self._change():
-            kept = 0
-            for ours, theirs in zip(self._tokens, ids, strict=False):
-                if ours != theirs:
-                    break
-                kept += 1
-            restart = self._restart(kept)
-            if restart is None:
-                kept = restart = 0
-            self._shorten(kept, restart)
-            kept = min(kept, self._done)
-            self._tokens = ids
-            self._catch_up(chunk)
-        return kept
-
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens of the sequence and forget the rest.
-
-        Raises RequestError where a sliding window's ring no longer holds what the
-        kept tokens' successors would see: prefill the sequence again then.
-        """
-        self._check_open()
-        try:
-            length = index(length)
-        except TypeError:
-            raise RequestError(f"rewind takes a number of tokens, not {length!r}") from None
-        if not 0 <= length <= len(self._tokens):
-            raise RequestError(
-                f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens: give at most that many"
-            )
-        self._request += 1
-        with self._change():
-            restart = self._restart(length)
-            if restart is not None:
-                self._shorten(length, restart)
-        if restart is None:
-            raise RequestError(
-                f"rewind to {length} of {len(self._tokens)} tokens goes back further than the sliding windows' "
-                "rings hold: prefill the first tokens again instead"
-            )
-
-    def _shorten(self, length: int, restart: int) -> None:
-        """Keep `length` tokens, and what the caches hold of positions before `restart`."""
-        if length == len(self._tokens):
-            return
-        if length == 0:
-            self._reset()
-            return
-        self._tokens = self._tokens[:length]
-        self._forget(self._done - restart)
-        self._logits = None
 
     def _restart(self, length: int) -> int | None:
         """Where computing must start again for the first `length` tokens to stand; None where the rings forbid it.
@@ -206,27 +105,6 @@ class ReferenceEngine:
         held = self._done - len(self._hidden)
         return need >= held or (need >= draft.oldest() and min(held, length - 1) <= self._settled)
 
-    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
-        """Generate from the end of the sequence; iterate over the result for the rounds.
-
-        Without params, those of the checkpoint's generation_config.json apply.
-        Ends with finish_reason "stop" at a stop token, which is committed as the last
-        one, and with "length" at max_tokens or at the context's end. Raises RequestError
-        on an empty or full sequence, and where drafts are asked of a checkpoint without any.
-        """
-        self._check_open()
-        params = params or self.default_params
-        if not isinstance(params, DecodeParams):
-            raise RequestError(f"decode takes DecodeParams, not {type(params).__name__}")
-        if not self._tokens:
-            raise RequestError("there is nothing to continue: prefill a prompt first")
-        if len(self._tokens) >= self.context:
-            raise RequestError(f"the sequence fills the context of {self.context} tokens: rewind or shorten it")
-        check_draft(params.draft, self.max_drafts)
-        self._request += 1
-        seed = fresh_seed() if params.seed is None else params.seed
-        return DecodeStream(seed, self._rounds(params, seed, self._request))
-
     def score(self, ids: Sequence[int]) -> F32:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
 
@@ -237,34 +115,15 @@ class ReferenceEngine:
         tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0), np.int64)
         target = TargetForward(self._target_weights, self.config, len(tokens))
         out = np.empty((len(tokens), self.config.vocab_size), np.float32)
-        with self._one_thread():
+        with self._computing():
             for start in range(0, len(tokens), PREFILL_CHUNK):
                 rows = slice(start, start + PREFILL_CHUNK)
                 out[rows] = target.logits(target.forward(tokens[rows], start))
         return out
 
-    def close(self) -> None:
-        """Give the memory back; the engine cannot be used afterwards."""
-        self._closed = True
+    def _release(self) -> None:
         for name in ("_target", "_draft", "_target_weights", "_draft_weights", "_hidden", "_logits"):
             self.__dict__.pop(name, None)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RequestError("the engine is closed: open another one")
-
-    def _check_current(self, request: int) -> None:
-        if self._closed or request != self._request:
-            raise RequestError("this request ended when the engine was given something else to do: decode again")
-
-    def __enter__(self) -> "ReferenceEngine":
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _catch_up(self, chunk: int) -> None:
         """Run the tokens that the caches do not hold yet through the target; keep the last one's logits."""
@@ -284,38 +143,12 @@ class ReferenceEngine:
     def _distribution(self, logits: F32, params: DecodeParams) -> Distribution:
         return filtered(logits, params.temperature, params.top_k, params.top_p)
 
-    def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
-        """The request: a first token from the prompt's logits, then speculative rounds."""
-        self._check_current(request)
-        budget = self.context - len(self._tokens)
-        if params.max_tokens is not None:
-            budget = min(budget, params.max_tokens)
-        step: Round | None = None
-        while True:
-            with self._change():
-                step = self._first(params, seed) if step is None else self._round(params, seed)
-                tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
-                self._commit(tokens)
-            budget -= len(tokens)
-            yield Round(tokens, step.drafted, step.accepted, step.from_prompt)
-            if stopped:
-                return "stop"
-            if budget == 0:
-                return "length"
-            self._check_current(request)
-
     def _first(self, params: DecodeParams, seed: int) -> Round:
         """The first token, from the logits after the sequence."""
-        self._catch_up(PREFILL_CHUNK)
+        self._catch_up(self.chunk)
         assert self._logits is not None
         p = self._distribution(self._logits, params)
         return Round((draw(p, uniform(seed, len(self._tokens), Purpose.TARGET)),), 0, 0, from_prompt=True)
-
-    def _commit(self, tokens: tuple[int, ...]) -> None:
-        """Append committed tokens; the last one is pending, so rows that were verified beyond it no longer count."""
-        self._tokens.extend(tokens)
-        self._forget(self._done - (len(self._tokens) - 1))
-        self._logits = None
 
     def _forget(self, rows: int) -> None:
         """No longer count the last `rows` positions as held by the caches."""
@@ -381,12 +214,3 @@ class ReferenceEngine:
             )
         self._settled = last
         self._hidden = self._hidden[-1:]
-
-
-def _cut(tokens: tuple[int, ...], budget: int, stop_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """The tokens up to the budget or the first stop token, and whether it was a stop token that ended them."""
-    tokens = tokens[:budget]
-    for i, token in enumerate(tokens):
-        if token in stop_tokens:
-            return tokens[: i + 1], True
-    return tokens, False

@@ -1,0 +1,254 @@
+"""One sequence of tokens and the requests on it: what every engine does alike, whatever computes it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import index
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.config import Q1Config
+from cuq1.errors import RequestError
+from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
+from cuq1.sampling.rng import fresh_seed
+from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
+
+PREFILL_CHUNK = 256
+
+
+class SequenceEngine(ABC):
+    """The committed sequence, and the order in which it is filled, extended and shortened.
+
+    A subclass holds the caches and computes. It keeps `_done`, the number of tokens whose keys and values
+    the target's caches hold; the sequence's other tokens are pending, one of them while a request runs.
+    """
+
+    config: Q1Config
+    default_params: DecodeParams
+    chunk: int = PREFILL_CHUNK  # rows of a prefill pass, where the caller names none
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._request = 0  # counts what supersedes a running decode
+        self._whole = True  # False while a change is under way, and after one that was interrupted
+        self._tokens: list[int] = []
+        self._done = 0
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """An empty sequence, with caches to match."""
+
+    @abstractmethod
+    def _restart(self, length: int) -> int | None:
+        """Where computing must start again for the first `length` tokens to stand; None where the rings forbid it."""
+
+    @abstractmethod
+    def _forget(self, rows: int) -> None:
+        """No longer count the last `rows` positions as held by the caches, nor logits after them."""
+
+    @abstractmethod
+    def _catch_up(self, chunk: int) -> None:
+        """Run the tokens that the caches do not hold yet through the target, at most `chunk` rows at once."""
+
+    @abstractmethod
+    def _first(self, params: DecodeParams, seed: int) -> Round:
+        """The first token of a request, from the logits after the sequence."""
+
+    @abstractmethod
+    def _round(self, params: DecodeParams, seed: int) -> Round:
+        """Draft from the pending token on, verify, apply the rejection rule."""
+
+    @abstractmethod
+    def _computing(self) -> AbstractContextManager[object]:
+        """What has to hold while anything is computed."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give memory and devices back."""
+
+    @abstractmethod
+    def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1]."""
+
+    @property
+    @abstractmethod
+    def max_drafts(self) -> int:
+        """The most drafts that a round can have; 0 where the checkpoint has no draft."""
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """What stands inside changes caches and counts together.
+
+        An exception in the middle, Ctrl-C above all, leaves them apart; the next change then
+        starts from empty caches, and computes again what the committed sequence needs.
+        """
+        if not self._whole:
+            tokens = self._tokens
+            self._reset()
+            self._tokens = tokens
+        self._whole = False
+        with self._computing():
+            yield
+        self._whole = True
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed sequence: prompt and generated tokens."""
+        return tuple(self._tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        """The largest number of tokens that the sequence can have."""
+        return self.config.max_position_embeddings
+
+    def prefill(self, ids: Sequence[int], *, chunk: int | None = None) -> int:
+        """Make `ids` the engine's sequence, and compute what `decode` starts from.
+
+        The longest prefix that the caches already hold is kept, so a conversation's
+        next turn passes the whole conversation. The result does not depend on what
+        was kept, nor on `chunk`, the rows computed at once. Returns the number of
+        tokens that were kept. Raises RequestError for an empty prompt, one at or
+        past the context, or an id outside the vocabulary.
+        """
+        self._check_open()
+        ids = check_prompt(ids, self.vocab_size, self.context, room=1)
+        chunk = self.chunk if chunk is None else chunk
+        if not isinstance(chunk, int) or chunk < 1:
+            raise RequestError(f"the prefill chunk must be an integer of at least 1 row, not {chunk!r}")
+        self._request += 1
+        with self._change():
+            kept = 0
+            for ours, theirs in zip(self._tokens, ids, strict=False):
+                if ours != theirs:
+                    break
+                kept += 1
+            restart = self._restart(kept)
+            if restart is None:
+                kept = restart = 0
+            self._shorten(kept, restart)
+            kept = min(kept, self._done)
+            self._tokens = ids
+            self._catch_up(chunk)
+        return kept
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens of the sequence and forget the rest.
+
+        Raises RequestError where a sliding window's ring no longer holds what the
+        kept tokens' successors would see: prefill the sequence again then.
+        """
+        self._check_open()
+        try:
+            length = index(length)
+        except TypeError:
+            raise RequestError(f"rewind takes a number of tokens, not {length!r}") from None
+        if not 0 <= length <= len(self._tokens):
+            raise RequestError(
+                f"rewind to {length} is outside the sequence of {len(self._tokens)} tokens: give at most that many"
+            )
+        self._request += 1
+        with self._change():
+            restart = self._restart(length)
+            if restart is not None:
+                self._shorten(length, restart)
+        if restart is None:
+            raise RequestError(
+                f"rewind to {length} of {len(self._tokens)} tokens goes back further than the sliding windows' "
+                "rings hold: prefill the first tokens again instead"
+            )
+
+    def _shorten(self, length: int, restart: int) -> None:
+        """Keep `length` tokens, and what the caches hold of positions before `restart`."""
+        if length == len(self._tokens):
+            return
+        if length == 0:
+            self._reset()
+            return
+        self._tokens = self._tokens[:length]
+        self._forget(self._done - restart)
+
+    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
+        """Generate from the end of the sequence; iterate over the result for the rounds.
+
+        Without params, those of the checkpoint's generation_config.json apply.
+        Ends with finish_reason "stop" at a stop token, which is committed as the last
+        one, and with "length" at max_tokens or at the context's end. Raises RequestError
+        on an empty or full sequence, and where drafts are asked of a checkpoint without any.
+        """
+        self._check_open()
+        params = params or self.default_params
+        if not isinstance(params, DecodeParams):
+            raise RequestError(f"decode takes DecodeParams, not {type(params).__name__}")
+        if not self._tokens:
+            raise RequestError("there is nothing to continue: prefill a prompt first")
+        if len(self._tokens) >= self.context:
+            raise RequestError(f"the sequence fills the context of {self.context} tokens: rewind or shorten it")
+        check_draft(params.draft, self.max_drafts)
+        self._request += 1
+        seed = fresh_seed() if params.seed is None else params.seed
+        return DecodeStream(seed, self._rounds(params, seed, self._request))
+
+    def close(self) -> None:
+        """Give the memory back; the engine cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed: open another one")
+
+    def _check_current(self, request: int) -> None:
+        if self._closed or request != self._request:
+            raise RequestError("this request ended when the engine was given something else to do: decode again")
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
+        """The request: a first token from the prompt's logits, then speculative rounds."""
+        self._check_current(request)
+        budget = self.context - len(self._tokens)
+        if params.max_tokens is not None:
+            budget = min(budget, params.max_tokens)
+        step: Round | None = None
+        while True:
+            with self._change():
+                step = self._first(params, seed) if step is None else self._round(params, seed)
+                tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
+                self._commit(tokens)
+            budget -= len(tokens)
+            yield Round(tokens, step.drafted, step.accepted, step.from_prompt)
+            if stopped:
+                return "stop"
+            if budget == 0:
+                return "length"
+            self._check_current(request)
+
+    def _commit(self, tokens: tuple[int, ...]) -> None:
+        """Append committed tokens; the last one is pending, so rows that were verified beyond it no longer count."""
+        self._tokens.extend(tokens)
+        self._forget(self._done - (len(self._tokens) - 1))
+
+
+def _cut(tokens: tuple[int, ...], budget: int, stop_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the budget or the first stop token, and whether it was a stop token that ended them."""
+    tokens = tokens[:budget]
+    for i, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: i + 1], True
+    return tokens, False
