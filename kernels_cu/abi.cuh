@@ -172,6 +172,7 @@ struct GateUpArgs {
     const uint8_t* codes;      // [rows][HIDDEN] and
     const float* code_scale;   // [rows], where activations are FP8
     const uint8_t* weights;    // [experts][INNER / 8 units][unit bytes], see experts.cuh
+    const uint8_t* down_weights;  // `down`'s, to be asked for ahead of it; null: don't
     const int* expert_ids;     // [ROWS][TOP_K]
     f16* inner;                // [MAX_GROUPS][ROWS][INNER], INNER_SCALE * silu(gate) * up of the rows that chose it
     float* inner_max;          // [MAX_GROUPS][ROWS], the largest magnitude of inner, where activations are FP8
@@ -284,7 +285,7 @@ struct AcceptArgs {
     const float* values;     // [ROWS][ranks * PIECES][MAX_TOP_K]
     const int* ids;
     int pieces;              // ranks * PIECES
-    int reserved;
+    int first;               // 1: row 0 follows the prompt; draw the request's first token, which is then pending
 };
 
 // Draws draft `depth` and prepares the next depth, or ends drafting.
@@ -329,4 +330,240 @@ struct EntryNormArgs {
     const float* norm;       // attention_norm of the draft's layer
     float* residual;         // [rows][HIDDEN]
     f16* normed;
+};
+
+// Reads `count` 16-byte words once, to measure what memory delivers.
+struct BandwidthArgs {
+    uint4* data;
+    uint32_t* out;  // [blocks]
+    uint64_t count;
+};
+
+// Prompt processing. `rows` counts tokens here, up to PREFILL_CHUNK; row i is at position start + i. `live` is not read.
+
+// cos and sin of position * inverse frequency.
+struct PrefillRopeArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const double* inverse_frequencies;  // [ROTARY / 2]
+    float* table;                       // [rows][ROTARY / 2][2]
+    int start;
+    int reserved;
+};
+
+struct PrefillQkvArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][HIDDEN]
+    const uint8_t* weights;  // as QkvArgs
+    const float* scales;
+    const float* q_norm;
+    const float* k_norm;
+    const float* rope;       // [rows][ROTARY / 2][2]
+    f16* q;                  // [rows][Q_HEADS][HEAD_DIM]
+    f16* k_cache;            // [KV_HEADS][slots / 64][64][HEAD_DIM], swizzled
+    f16* v_cache;
+    int slots;               // position p lies in slot (p - first_position) % slots
+    int start;
+    int first_position;      // multiple of 64
+    int first_head;          // 0, or Q_HEADS for keys and values alone
+};
+
+// Copies positions start .. start + rows - 1 between a ring and the staging buffer, which holds first_position onwards.
+struct PrefillRingArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    f16* k_ring;             // [KV_HEADS][ring_slots / 64][64][HEAD_DIM], swizzled
+    f16* v_ring;
+    f16* k_staged;           // [KV_HEADS][staged_slots / 64][64][HEAD_DIM], swizzled
+    f16* v_staged;
+    int ring_slots;
+    int staged_slots;
+    int start;
+    int first_position;      // multiple of 64
+    int to_ring;             // else from the ring
+    int reserved;
+};
+
+struct PrefillAttentionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* q;            // [rows][Q_HEADS][HEAD_DIM]
+    const f16* k;            // [KV_HEADS][slots / 64][64][HEAD_DIM], swizzled; slot 0 is first_position
+    const f16* v;
+    const float* sink_k;     // [KV_HEADS][HEAD_DIM]
+    f16* attended;           // [rows][Q_HEADS * HEAD_DIM]
+    int slots;
+    int start;
+    int first_position;      // multiple of 64
+    int window;              // 0 for all
+    float scale;
+    int reserved;
+};
+
+// out = scale * in . weights, for OUT_ROWS weight rows.
+struct PrefillLinearArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* in;           // [rows][IN]
+    const uint8_t* weights;  // [ceil(OUT_ROWS / 16) tiles][chunks][512 bytes]
+    const float* scales;     // [OUT_ROWS / 16][IN / 128]; null where weights are F16
+    float* out;              // [rows][out_stride], at column first_column
+    int64_t out_stride;
+    int first_column;
+    float scale;
+};
+
+struct PrefillRouterArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* normed32;   // [rows][HIDDEN]
+    const float* router;     // [EXPERTS][HIDDEN]
+    float* logits;           // [ROUTER_SPLITS][rows][EXPERTS], to be summed
+};
+
+struct PrefillRouteArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* logits;     // [ROUTER_SPLITS][rows][EXPERTS]
+    int* expert_ids;         // [rows][TOP_K], largest weight first
+    float* expert_weights;   // [rows][TOP_K]
+};
+
+// Up to 64 tokens of one expert.
+struct PrefillTile {
+    int expert;
+    int first;               // of `pairs`, and row of `inner`
+    int count;
+    int reserved;
+};
+
+struct PrefillGroupArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* expert_ids;   // [rows][TOP_K]; null: row r's choice c is expert c, as in a dense layer
+    int* pairs;              // [rows * TOP_K]: row * TOP_K + choice, by expert, then by row
+    PrefillTile* tiles;      // by expert
+    int* tile_count;
+};
+
+struct PrefillGateUpArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][HIDDEN]
+    const uint8_t* weights;  // as GateUpArgs
+    const int* pairs;
+    const PrefillTile* tiles;
+    const int* tile_count;
+    f16* inner;              // [rows * TOP_K][INNER] in the order of `pairs`, INNER_SCALE * silu(gate) * up
+};
+
+struct PrefillDownArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* inner;
+    const uint8_t* weights;  // as DownArgs
+    const float* scales;
+    const int* pairs;
+    const PrefillTile* tiles;
+    const int* tile_count;
+    float* out;              // [rows][TOP_K][HIDDEN]
+};
+
+// y = the sum over a row's choices, in their order, of weight * out.
+struct PrefillCombineArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* out;             // [rows][TOP_K][HIDDEN]
+    const float* expert_weights;  // [rows][TOP_K]; null: 1
+    float* y;                     // [rows][HIDDEN]
+};
+
+// The draft's operand: [rms(embed(token), enorm) ; rms(hidden, hnorm)].
+struct PrefillEntryArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* tokens;       // [rows], of the next position
+    const bf16* table;       // [VOCAB_TOTAL][HIDDEN]
+    const float* hidden;     // [rows][HIDDEN]
+    const float* enorm;
+    const float* hnorm;
+    f16* out;                // [rows][2 * HIDDEN]
+};
+
+struct PrefillNormArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* in;         // [rows][HIDDEN]
+    const float* norm;       // [HIDDEN]
+    f16* normed;             // [rows][HIDDEN]
+};
+
+// Whole tiles of a weight matrix, from rows to the order of common/mma.cuh.
+struct PackArgs {
+    const uint8_t* source;   // [tiles][16][k] elements of `kind`, then [tiles][tail] bytes
+    uint8_t* target;         // [tiles][chunks, then `tail` bytes]
+    uint64_t* report;        // the least key of what is wrong: key + (row / 8 << 8) + 0 not finite, 1 beyond a half
+    uint64_t key;
+    int tiles;
+    int k;
+    int kind;                // 0 E4M3, 1 BF16, 2 FP32
+    int tail;
+    int fp8;                 // the target is E4M3, which only E4M3 becomes, else F16
+    int reserved;
+};
+
+// Folded routing of a layer, see OProjArgs.fold.
+struct FoldArgs {
+    const float* router;         // [experts][hidden]
+    const float* ffn_norm;       // [hidden]
+    const float* attn_out_norm;  // [hidden]
+    const uint8_t* o;            // OProjArgs.weights
+    const float* o_scales;       // OProjArgs.scales
+    float* fold;                 // [experts][q_heads * HEAD_DIM + slice]
+    int experts;
+    int hidden;
+    int q_heads;
+    int slice;
+    int slice_start;
+    int reserved;
+};
+
+// Random numbers for benchmarks: `runs` runs of `run` elements, `stride` bytes apart.
+struct FillArgs {
+    uint8_t* target;
+    uint64_t runs;
+    uint64_t run;
+    uint64_t stride;
+    uint64_t seed;
+    int kind;                // 0 E4M3 codes, any but NaN; else normal: 1 BF16, 2 FP32, 3 F16
+    float mean;
+    float deviation;
+    int reserved;
 };

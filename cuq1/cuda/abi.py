@@ -3,7 +3,7 @@
 Pointers are device addresses (integers). A test compiles the C offsets against these.
 """
 
-from ctypes import Structure, c_double, c_float, c_int32, c_uint32, c_uint64
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
 
 MAX_DRAFTS = 7
 MIN_AUTO_DRAFTS = 3
@@ -176,6 +176,7 @@ class GateUpArgs(Structure):
         ("codes", Pointer),
         ("code_scale", Pointer),
         ("weights", Pointer),
+        ("down_weights", Pointer),
         ("expert_ids", Pointer),
         ("inner", Pointer),
         ("inner_max", Pointer),
@@ -292,7 +293,7 @@ class AcceptArgs(Structure):
         ("values", Pointer),
         ("ids", Pointer),
         ("pieces", c_int32),
-        ("reserved", c_int32),
+        ("first", c_int32),
     )
 
 
@@ -339,5 +340,265 @@ class EntryNormArgs(Structure):
         ("pieces", Pointer),
         ("norm", Pointer),
         ("residual", Pointer),
+        ("normed", Pointer),
+    )
+
+
+class BandwidthArgs(Structure):
+    _fields_ = (
+        ("data", Pointer),
+        ("out", Pointer),
+        ("count", c_uint64),
+    )
+
+
+class PackArgs(Structure):
+    _fields_ = (
+        ("source", Pointer),
+        ("target", Pointer),
+        ("report", Pointer),
+        ("key", c_uint64),
+        ("tiles", c_int32),
+        ("k", c_int32),
+        ("kind", c_int32),
+        ("tail", c_int32),
+        ("fp8", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class FoldArgs(Structure):
+    _fields_ = (
+        ("router", Pointer),
+        ("ffn_norm", Pointer),
+        ("attn_out_norm", Pointer),
+        ("o", Pointer),
+        ("o_scales", Pointer),
+        ("fold", Pointer),
+        ("experts", c_int32),
+        ("hidden", c_int32),
+        ("q_heads", c_int32),
+        ("slice", c_int32),
+        ("slice_start", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class FillArgs(Structure):
+    _fields_ = (
+        ("target", Pointer),
+        ("runs", c_uint64),
+        ("run", c_uint64),
+        ("stride", c_uint64),
+        ("seed", c_uint64),
+        ("kind", c_int32),
+        ("mean", c_float),
+        ("deviation", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class PrefillRopeArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("inverse_frequencies", Pointer),
+        ("table", Pointer),
+        ("start", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class PrefillQkvArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("q_norm", Pointer),
+        ("k_norm", Pointer),
+        ("rope", Pointer),
+        ("q", Pointer),
+        ("k_cache", Pointer),
+        ("v_cache", Pointer),
+        ("slots", c_int32),
+        ("start", c_int32),
+        ("first_position", c_int32),
+        ("first_head", c_int32),
+    )
+
+
+class PrefillRingArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("k_ring", Pointer),
+        ("v_ring", Pointer),
+        ("k_staged", Pointer),
+        ("v_staged", Pointer),
+        ("ring_slots", c_int32),
+        ("staged_slots", c_int32),
+        ("start", c_int32),
+        ("first_position", c_int32),
+        ("to_ring", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class PrefillAttentionArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("q", Pointer),
+        ("k", Pointer),
+        ("v", Pointer),
+        ("sink_k", Pointer),
+        ("attended", Pointer),
+        ("slots", c_int32),
+        ("start", c_int32),
+        ("first_position", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class PrefillLinearArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("in", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("out", Pointer),
+        ("out_stride", c_int64),
+        ("first_column", c_int32),
+        ("scale", c_float),
+    )
+
+
+class PrefillRouterArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed32", Pointer),
+        ("router", Pointer),
+        ("logits", Pointer),
+    )
+
+
+class PrefillRouteArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("logits", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+    )
+
+
+class PrefillTile(Structure):
+    _fields_ = (
+        ("expert", c_int32),
+        ("first", c_int32),
+        ("count", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class PrefillGroupArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("expert_ids", Pointer),
+        ("pairs", Pointer),
+        ("tiles", Pointer),
+        ("tile_count", Pointer),
+    )
+
+
+class PrefillGateUpArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("weights", Pointer),
+        ("pairs", Pointer),
+        ("tiles", Pointer),
+        ("tile_count", Pointer),
+        ("inner", Pointer),
+    )
+
+
+class PrefillDownArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("inner", Pointer),
+        ("weights", Pointer),
+        ("scales", Pointer),
+        ("pairs", Pointer),
+        ("tiles", Pointer),
+        ("tile_count", Pointer),
+        ("out", Pointer),
+    )
+
+
+class PrefillCombineArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("out", Pointer),
+        ("expert_weights", Pointer),
+        ("y", Pointer),
+    )
+
+
+class PrefillEntryArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("tokens", Pointer),
+        ("table", Pointer),
+        ("hidden", Pointer),
+        ("enorm", Pointer),
+        ("hnorm", Pointer),
+        ("out", Pointer),
+    )
+
+
+class PrefillNormArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("in", Pointer),
+        ("norm", Pointer),
         ("normed", Pointer),
     )
