@@ -197,8 +197,10 @@ def _figures(kernel: Kernel, path: Path, log: str) -> Cubin:
 def _prebuilt(source: str) -> tuple[Path, str] | None:
     """What tools/build_ptx.py left for this source."""
     entry = _manifest(folder("ptx")).get(source)
-    path = None if entry is None else folder("ptx") / entry["file"]
-    return (path, entry["log"]) if path is not None and path.is_file() else None
+    if entry is None:
+        return None
+    path = folder("ptx") / entry["file"]
+    return (path, entry["log"]) if path.is_file() else None
 
 
 @cache
