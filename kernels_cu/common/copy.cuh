@@ -1,7 +1,7 @@
 // Bulk copies into shared memory that complete on an mbarrier, and bounded waits for them.
 #pragma once
-#include "fault.cuh"
-#include "types.cuh"
+#include "common/fault.cuh"
+#include "common/types.cuh"
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

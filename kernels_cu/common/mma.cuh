@@ -11,7 +11,7 @@
 // order, as long as A and B agree on it, so lane (g, t) takes k = 4t .. 4t + 3 of token g as B, 8 contiguous bytes.
 // Accumulators: c[0], c[1] are row g, tokens 2t and 2t + 1; c[2], c[3] are row g + 8, the same tokens.
 #pragma once
-#include "types.cuh"
+#include "common/types.cuh"
 
 __device__ __forceinline__ void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                         uint32_t b1) {

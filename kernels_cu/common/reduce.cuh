@@ -1,6 +1,6 @@
 // Sums and maxima over warps and blocks, in a fixed order, so that equal inputs give equal bits.
 #pragma once
-#include "types.cuh"
+#include "common/types.cuh"
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

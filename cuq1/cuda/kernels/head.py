@@ -1,0 +1,43 @@
+"""The language-model head: logits, and the largest of them."""
+
+from cuq1.cuda.abi import LmHeadArgs, TopKArgs
+from cuq1.cuda.kernels.defines import common
+from cuq1.plan.dims import ROWS, Dims
+from cuq1.plan.kernel import Kernel
+
+MULTIPROCESSORS = 132  # of an H100 SXM or H200
+PIECES = 1  # candidate lists that `top_k` writes for a row
+
+_RING = 192 << 10  # bytes of weights in flight in a block, at most
+_CONSUMERS = 8  # warps
+_CLUSTER = 8
+
+
+def lm_head(dims: Dims) -> Kernel:
+    """logits float32 [ROWS, vocab] = scale * normed [rows, hidden] @ W.T; twin: cuq1.reference.q1.head_logits.
+
+    W: float16 as `repack.f16_tiles`, padded with zeros to a multiple of 16 rows.
+    """
+    chunks = dims.hidden // 16
+    stage = next(n for n in (32, 24, 16, 8) if chunks % n == 0)
+    stages = min(_RING // (stage * 512), 24)
+    tiles = -(-dims.vocab // 16)
+    defines = (*common(dims), ("STAGE_CHUNKS", stage), ("STAGES", stages))
+    grid = (min(MULTIPROCESSORS, tiles), 1, 1)
+    block = (_CONSUMERS + 1) * 32
+    smem = stages * stage * 512
+    return Kernel("lm_head.cu", "lm_head", LmHeadArgs, defines, grid, block, smem=smem, max_registers=168)
+
+
+def top_k(dims: Dims) -> Kernel:
+    """values float32, ids int32 [ROWS, PIECES, MAX_TOP_K] of each row's largest logits; twin: numpy.argsort.
+
+    Largest first, ties by lower id; ids count from first_id.
+    """
+    grid = (_CLUSTER, ROWS, 1)
+    return Kernel("top_k.cu", "top_k", TopKArgs, common(dims), grid, 256, cluster=_CLUSTER, max_registers=96)
+
+
+def kernels(dims: Dims) -> list[Kernel]:
+    """All of the head's."""
+    return [lm_head(dims), top_k(dims)]

@@ -1,0 +1,33 @@
+"""Sampling on the device: the rejection rule, and the drafts."""
+
+from ctypes import Structure
+
+from cuq1.cuda.abi import AcceptArgs, DraftSampleArgs
+from cuq1.cuda.kernels.defines import common
+from cuq1.plan.dims import ROWS, Dims
+from cuq1.plan.kernel import Kernel
+
+
+def accept(dims: Dims, pieces: int = 1) -> Kernel:
+    """Judges the drafts and draws the token after them, or the request's first token; twin: cuq1.sampling.verify.
+
+    pieces: candidate lists of a row. It decides how many warps merge them; the kernel is right for any number.
+    """
+    return _kernel(dims, "accept", AcceptArgs, ROWS, pieces)
+
+
+def draft_sample(dims: Dims, pieces: int = 1) -> Kernel:
+    """Draws a draft and decides about the next one; twin: the reference engine's draft loop. pieces: as in `accept`."""
+    return _kernel(dims, "draft_sample", DraftSampleArgs, 1, pieces)
+
+
+def _kernel(dims: Dims, entry: str, args: type[Structure], rows: int, pieces: int) -> Kernel:
+    warps = 1 if pieces == 1 else 2 if pieces < 4 else 4
+    block = rows * warps * 32
+    defines = (*common(dims), ("ROW_WARPS", warps))
+    return Kernel("sampling.cu", entry, args, defines, (1, 1, 1), block, max_registers=min(128, 65536 // block))
+
+
+def kernels(dims: Dims) -> list[Kernel]:
+    """Those of one rank and of eight."""
+    return [kernel(dims, pieces) for kernel in (accept, draft_sample) for pieces in (1, 8)]

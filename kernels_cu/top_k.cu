@@ -1,0 +1,127 @@
+// The MAX_TOP_K largest logits of each row, sorted, ties by lower id: all that sampling needs of a rank's logits.
+//
+// PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's. The clusters of
+//          rows that are not live end at once. One list a row: PIECES is 1.
+// READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes.
+//
+// Why so: a row's cluster spreads the reading over eight multiprocessors and meets in shared memory, which is shorter
+// than another launch or another round trip through L2. In a block, the 32nd largest of the threads' maxima is a bound
+// that at least 32 logits reach, and only the 32 threads whose maximum reaches it can hold such logits: that leaves 32
+// to 32 * PER_THREAD candidates, usually about 40, which are ranked by counting. Values and ids form one integer
+// (see make_key), so that all keys differ and every order is the only one.
+//
+// A NaN or +inf is reported, as the reference refuses it; a NaN is then treated as -inf, so that nothing depends on
+// how it compares.
+#include "abi.cuh"
+#include "common/fault.cuh"
+#include "common/pdl.cuh"
+#include "common/sampling.cuh"
+
+constexpr int BLOCKS = 8;  // of a cluster: the portable limit
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
+constexpr int PART = (VOCAB + BLOCKS - 1) / BLOCKS;  // a block's logits
+constexpr int PER_THREAD = (PART + THREADS - 1) / THREADS;
+
+static_assert(VOCAB >= MAX_TOP_K, "a list has no empty places");
+static_assert(BLOCKS * MAX_TOP_K == THREADS, "the first block ranks one candidate a thread");
+static_assert(MAX_TOP_K == WARP, "a list is a warp's");
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Stores into the first block's shared memory, at the place that `local` has in this block's.
+__device__ __forceinline__ void store_first_block(Key* local, Key key) {
+    uint32_t remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, 0;"
+                 : "=r"(remote)
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(local))));
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(key) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constant__ TopKArgs a) {
+    __shared__ Key maxima[WARPS][WARP];              // each warp's sorted
+    __shared__ Key candidates[WARP * PER_THREAD];
+    __shared__ Key lists[BLOCKS][MAX_TOP_K];         // in the first block: what each block found, sorted
+    __shared__ Key bound;
+    __shared__ int found;
+    const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP;
+    const int row = blockIdx.y, rank = int(cluster_rank());
+
+    pdl_wait();  // logits, live
+    pdl_trigger();
+    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
+    if (row >= rows) return;  // the whole cluster
+    cluster_arrive();         // this block runs: its shared memory can be written by others
+
+    if (tid == 0) {
+        bound = NO_KEY;
+        found = 0;
+    }
+    const int start = rank * PART, end = min_int(start + PART, VOCAB);
+    const float* logits = a.logits + int64_t(row) * VOCAB;
+    float value[PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int v = start + i * THREADS + tid;
+        value[i] = v < end ? logits[v] : __uint_as_float(0xff800000u);
+    }
+    Key keys[PER_THREAD], best = NO_KEY;
+    bool broken = false;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int v = start + i * THREADS + tid;
+        const bool number = value[i] == value[i];
+        broken |= !number || value[i] == __uint_as_float(0x7f800000u);
+        keys[i] = v < end ? make_key(number ? value[i] : __uint_as_float(0xff800000u), a.first_id + v) : NO_KEY;
+        best = max_key(best, keys[i]);
+    }
+    if (broken) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_TOP_K, a.layer);
+
+    const Key sorted = warp_sort(best, lane);
+    maxima[warp][lane] = sorted;
+    __syncthreads();  // all maxima, and `bound` and `found` as set above
+    int ahead = lane;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) ahead += count_larger(maxima[(warp + w) % WARPS], sorted);
+    // Where fewer than 32 threads have a logit, whoever gets here has none: the bound is then NO_KEY, as it was.
+    if (ahead == MAX_TOP_K - 1) bound = sorted;
+    __syncthreads();  // bound
+    if (best >= bound && best != NO_KEY) {
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            // Places are taken in any order; ranking by distinct keys makes the result the same.
+            if (keys[i] >= bound && keys[i] != NO_KEY) candidates[atomicAdd(&found, 1)] = keys[i];
+        }
+    }
+    __syncthreads();  // candidates, found
+    cluster_wait();   // all blocks of the cluster run
+    const int count = found;
+    if (tid >= count && tid < MAX_TOP_K) store_first_block(&lists[rank][tid], NO_KEY);
+    for (int base = 0; base < count; base += THREADS / 4) {  // four lanes count for a candidate
+        const int index = base + tid / 4;
+        const Key key = index < count ? candidates[index] : NO_KEY;
+        int larger = 0;
+#pragma unroll 4
+        for (int j = tid % 4; j < count; j += 4) larger += candidates[j] > key ? 1 : 0;
+        larger += __shfl_xor_sync(ALL_LANES, larger, 1);
+        larger += __shfl_xor_sync(ALL_LANES, larger, 2);
+        if (tid % 4 == 0 && index < count && larger < MAX_TOP_K) store_first_block(&lists[rank][larger], key);
+    }
+    cluster_arrive();  // release: the first block sees this block's list
+    cluster_wait();
+    if (rank != 0) return;
+    const Key key = lists[warp][lane];
+    int place = lane;
+#pragma unroll
+    for (int w = 1; w < BLOCKS; ++w) place += count_larger(lists[(warp + w) % BLOCKS], key);
+    if (place < MAX_TOP_K) {
+        a.values[row * MAX_TOP_K + place] = key_value(key);
+        a.ids[row * MAX_TOP_K + place] = key_id(key);
+    }
+}

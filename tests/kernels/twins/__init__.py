@@ -1,0 +1,1 @@
+"""What kernels must compute, in NumPy: independent of how the kernels are built."""
