@@ -3,11 +3,14 @@
 Done once at load, so that every load in a kernel is 16 contiguous bytes a lane and 512 a warp.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cuq1.checkpoint.linear import BLOCK, Linear
 from cuq1.plan.dims import HEAD_DIM
 
 Bytes = NDArray[np.uint8]
@@ -37,6 +40,21 @@ def tiles(matrix: NDArray[Any]) -> Bytes:
     return f16_tiles(matrix) if matrix.dtype == np.float16 else fp8_tiles(matrix)
 
 
+def untile(packed: Bytes, rows: int, k: int, *, fp8: bool) -> NDArray[Any]:
+    """The inverse of `tiles`, as values: [rows, k] of the chunks with which `packed` begins, codes decoded unscaled."""
+    size = rows * k * (1 if fp8 else 2)
+    flat = packed.reshape(-1)[:size]
+    if fp8:
+        parts = flat.reshape(rows // 16, k // 32, 8, 4, 2, 2, 4)  # tile, chunk, g, t, k half, half, byte
+        codes = np.ascontiguousarray(parts.transpose(0, 5, 2, 1, 4, 3, 6)).reshape(rows, k)
+        values: F32 = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return values
+    halves: NDArray[Any] = flat.view(np.float16).reshape(
+        rows // 16, k // 16, 8, 4, 2, 2, 2
+    )  # tile, chunk, g, t, pair, half, k
+    return np.ascontiguousarray(halves.transpose(0, 5, 2, 1, 3, 4, 6)).reshape(rows, k)
+
+
 def head_rows(rotary: int) -> NDArray[np.intp]:
     """The order of a query or key head's 128 rows: RoPE's pairs (i, i + rotary / 2) lie 8 rows apart in a tile.
 
@@ -45,6 +63,15 @@ def head_rows(rotary: int) -> NDArray[np.intp]:
     half = rotary // 2
     pairs = [np.r_[8 * u : 8 * u + 8, half + 8 * u : half + 8 * u + 8] for u in range(rotary // 16)]
     return np.concatenate([*pairs, np.arange(rotary, HEAD_DIM)]).astype(np.intp)
+
+
+def head_runs(rotary: int) -> list[tuple[int, int, int]]:
+    """`head_rows` as runs (place, row, count): `count` rows from `row` on lie from `place` on."""
+    half = rotary // 2
+    runs = []
+    for unit in range(rotary // 16):
+        runs += [(16 * unit, 8 * unit, 8), (16 * unit + 8, half + 8 * unit, 8)]
+    return [*runs, (rotary, rotary, HEAD_DIM - rotary)] if rotary < HEAD_DIM else runs
 
 
 def gate_up_rows(inner: int) -> NDArray[np.intp]:
@@ -73,3 +100,25 @@ def gate_up_units(gate_up: NDArray[Any], scales: F32 | None) -> Bytes:
         raw = np.ascontiguousarray(scales, np.float32).reshape(inner // 8, -1).view(np.uint8)
         out[:, chunks.shape[1] : chunks.shape[1] + raw.shape[1]] = raw
     return out
+
+
+def block_scales(linears: Sequence[Linear], row_step: int, col_step: int) -> F32:
+    """The scales of pieces of `row_step` x `col_step` elements: float32 [linears, rows / row_step, cols / col_step].
+
+    linears: FP8 shares of one shape, of unsplit matrices of one shape. Raises ValueError where a piece would lie in
+    more than one block.
+    """
+    rows = np.stack([_blocks(linear, linear.row0, linear.shape[0], row_step) for linear in linears])
+    cols = np.stack([_blocks(linear, linear.col0, linear.shape[1], col_step) for linear in linears])
+    grids: NDArray[Any] = np.stack([linear.scale_inv for linear in linears])  # type: ignore[misc]
+    number = np.arange(len(linears))[:, None, None]
+    return np.ascontiguousarray(grids[number, rows[:, :, None], cols[:, None, :]], np.float32)
+
+
+def _blocks(linear: Linear, first: int, size: int, step: int) -> NDArray[np.intp]:
+    """The block of each piece of `step` rows or columns from `first` on."""
+    begin = first + np.arange(0, size, step)
+    found = begin // BLOCK
+    if size % step or ((begin + step - 1) // BLOCK != found).any():
+        raise ValueError(f"{linear.source}: pieces of {step} from {first} on cross a block's border")
+    return found

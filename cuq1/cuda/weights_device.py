@@ -1,0 +1,303 @@
+"""An arena on the GPU: pinned staging buffers, copies and packing on a stream, and random weights.
+
+Two pinned buffers take turns: while one is copied and packed, threads fill the other. HostArena is the twin.
+"""
+
+from ctypes import Structure, c_uint8
+from dataclasses import dataclass, replace
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuq1.cuda.abi import FillArgs, FoldArgs, PackArgs
+from cuq1.cuda.driver import bindings, check
+from cuq1.cuda.kernels import packing
+from cuq1.cuda.launch import launch
+from cuq1.cuda.module import Function, build
+from cuq1.cuda.weights import LayerLayout, Layout, RankWeights, Tensor
+from cuq1.cuda.weights_load import NO_REPORT, PIECE_BYTES, Bytes, Fold, Piece, Progress, fold_of, load
+from cuq1.plan.dims import HEAD_DIM
+from cuq1.plan.kernel import Kernel
+
+_FILL_E4M3, _FILL_BF16, _FILL_F32, _FILL_F16 = range(4)
+
+
+def load_weights(weights: RankWeights, address: int, stream: int, progress: Progress | None = None) -> None:
+    """Fill the arena at `address`, weights.layout.nbytes on the GPU, from a checkpoint; returns when all is there.
+
+    stream: a CUstream. Raises CheckpointError, naming the tensor, for values that are not finite or do not fit, and
+    DeviceError where there is no memory for staging.
+    """
+    with DeviceArena(address, stream) as arena:
+        load(weights, arena, progress)
+
+
+def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> None:
+    """Fill an arena with random finite weights of such sizes that every product's results are of order 1.
+
+    The same seed gives the same bytes. Norms are about 1, folded routing is that of the random router.
+    """
+    with DeviceArena(address, stream) as arena:
+        arena.clear(layout.nbytes)
+        for number, fill in enumerate(_fills(layout)):
+            arena.fill(fill, seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03)
+        for layer, plan in enumerate(layout.layers):
+            if plan.moe:
+                arena.fold(_fold(layout, layer, plan))
+        if layout.draft is not None:
+            arena.fold(_fold(layout, -1, layout.draft))
+        arena.report()
+
+
+def _fold(layout: Layout, layer: int, plan: LayerLayout) -> Fold:
+    dims = layout.dims(layer)
+    return fold_of(plan, layout.tensors, dims.hidden, dims.q_heads, dims.slice_width, layout.rank)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A pinned buffer, the GPU's memory that it is copied to, and an event after which it is free again."""
+
+    size: int
+    pinned: Any
+    host: Bytes
+    device: int
+    free: Any
+
+
+class DeviceArena:
+    """See weights_load.Arena. `address`: of the arena on the GPU; `stream`: a CUstream."""
+
+    def __init__(self, address: int, stream: int) -> None:
+        self.address = address
+        self.stream = stream
+        self._driver = bindings()
+        self._handle = self._driver.CUstream(stream)
+        self._buffers: list[_Buffer | None] = [None, None]
+        self._turn = 0
+        self._word = np.full(1, NO_REPORT, np.uint64)
+        self._report = int(check(self._driver.cuMemAlloc(8)))
+        check(self._driver.cuMemcpyHtoD(self._driver.CUdeviceptr(self._report), self._word.ctypes.data, 8))
+
+    def __enter__(self) -> "DeviceArena":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives staging memory back, once the stream is done with it."""
+        self._driver.cuStreamSynchronize(self._handle)
+        for index, buffer in enumerate(self._buffers):
+            if buffer is not None:
+                self._buffers[index] = None
+                self._free(buffer)
+        self._driver.cuMemFree(self._driver.CUdeviceptr(self._report))
+
+    def stage(self, nbytes: int) -> Bytes:
+        self._turn ^= 1
+        buffer = self._buffers[self._turn]
+        if buffer is not None:
+            check(self._driver.cuEventSynchronize(buffer.free))
+            if buffer.size < nbytes:
+                self._buffers[self._turn] = None
+                check(self._driver.cuStreamSynchronize(self._handle))  # packing reads the GPU's half
+                self._free(buffer)
+                buffer = None
+        if buffer is None:
+            buffer = self._buffers[self._turn] = self._allocate(max(nbytes, PIECE_BYTES))
+        return buffer.host[:nbytes]
+
+    def put(self, offset: int, nbytes: int) -> None:
+        self._copy(self.address + offset, nbytes)
+
+    def table(self, offset: int, rows: int, k: int, key: int) -> None:
+        self._copy(self.address + offset, 2 * rows * k)
+        args = PackArgs(target=self.address + offset, report=self._report, key=key, tiles=rows, k=k)
+        self._launch(packing.check_table(rows), args)
+
+    def pack(self, piece: Piece) -> None:
+        buffer = self._staged()
+        self._copy(buffer.device, piece.staged)
+        args = PackArgs(
+            source=buffer.device,
+            target=self.address + piece.offset,
+            report=self._report,
+            key=piece.key,
+            tiles=piece.tiles,
+            k=piece.k,
+            kind=piece.kind,
+            tail=piece.tail,
+            fp8=piece.fp8,
+        )
+        self._launch(packing.pack(piece.tiles), args)
+
+    def fold(self, fold: Fold) -> None:
+        args = FoldArgs(
+            router=self.address + fold.router,
+            ffn_norm=self.address + fold.ffn_norm,
+            attn_out_norm=self.address + fold.attn_out_norm,
+            o=self.address + fold.o,
+            o_scales=0 if fold.o_scales is None else self.address + fold.o_scales,
+            fold=self.address + fold.out,
+            experts=fold.experts,
+            hidden=fold.hidden,
+            q_heads=fold.q_heads,
+            slice=fold.slice_width,
+            slice_start=fold.slice_start,
+        )
+        self._launch(packing.fold_router(fold.q_heads, fold.slice_width, fold.experts), args)
+
+    def report(self) -> int:
+        driver = self._driver
+        source = driver.CUdeviceptr(self._report)
+        check(driver.cuMemcpyDtoHAsync(self._word.ctypes.data, source, 8, self._handle))
+        check(driver.cuStreamSynchronize(self._handle))
+        return int(self._word[0])
+
+    def clear(self, nbytes: int) -> None:
+        """Zeros all of the arena."""
+        check(self._driver.cuMemsetD8Async(self._driver.CUdeviceptr(self.address), 0, nbytes, self._handle))
+
+    def fill(self, fill: "_Fill", seed: int) -> None:
+        per_word = {_FILL_E4M3: 16, _FILL_F32: 1}.get(fill.kind, 8)
+        args = FillArgs(
+            target=self.address + fill.offset,
+            runs=fill.runs,
+            run=fill.run,
+            stride=fill.stride,
+            seed=seed % 2**64,
+            kind=fill.kind,
+            mean=fill.mean,
+            deviation=fill.deviation,
+        )
+        self._launch(packing.fill(fill.runs * fill.run // per_word), args)
+
+    def _staged(self) -> _Buffer:
+        buffer = self._buffers[self._turn]
+        if buffer is None:
+            raise ValueError("nothing was staged")
+        return buffer
+
+    def _copy(self, target: int, nbytes: int) -> None:
+        buffer = self._staged()
+        driver = self._driver
+        check(driver.cuMemcpyHtoDAsync(driver.CUdeviceptr(target), buffer.host.ctypes.data, nbytes, self._handle))
+        check(driver.cuEventRecord(buffer.free, self._handle))
+
+    def _launch(self, kernel: Kernel, args: Structure) -> None:
+        launch(replace(_function(kernel.entry), kernel=kernel), args, self.stream)
+
+    def _allocate(self, size: int) -> _Buffer:
+        driver = self._driver
+        pinned = check(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE))
+        host = np.ctypeslib.as_array((c_uint8 * size).from_address(int(pinned)))
+        device = int(check(driver.cuMemAlloc(size)))
+        free = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value))
+        return _Buffer(size, pinned, host, device, free)
+
+    def _free(self, buffer: _Buffer) -> None:
+        # Not checked: on the way out of an error they would hide it.
+        self._driver.cuEventDestroy(buffer.free)
+        self._driver.cuMemFree(self._driver.CUdeviceptr(buffer.device))
+        self._driver.cuMemFreeHost(buffer.pinned)
+
+
+@cache
+def _function(entry: str) -> Function:
+    """Loaded once: a kernel's grid is no part of its code."""
+    kernel = {
+        "pack": packing.pack(1),
+        "check_table": packing.check_table(1),
+        "fold_router": packing.fold_router(1, 1, 1),
+        "fill": packing.fill(1),
+    }[entry]
+    return build(kernel)
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """Random numbers: `runs` runs of `run` elements, `stride` bytes apart."""
+
+    offset: int
+    runs: int
+    run: int
+    stride: int
+    kind: int
+    mean: float = 0.0
+    deviation: float = 0.0
+
+
+def _fills(layout: Layout) -> list[_Fill]:
+    """What fills every tensor but folded routing."""
+    fills = [_whole(layout.tensors["embed"], _FILL_BF16, 0.0, 1.0), *_norms(layout, "norm")]
+    hidden = layout.config.hidden_size
+    fills.append(_whole(layout.tensors["lm_head"], _FILL_F16, 0.0, hidden**-0.5))
+    for number, plan in enumerate(layout.layers):
+        fills += _layer_fills(layout, number, plan)
+    if layout.draft is not None:
+        fills += [
+            _whole(layout.tensors["draft.embed"], _FILL_BF16, 0.0, 1.0),
+            _whole(layout.tensors["draft.eh_proj"], _FILL_F16, 0.0, (2 * hidden) ** -0.5),
+            _whole(layout.tensors["draft.lm_head"], _FILL_F16, 0.0, hidden**-0.5),
+            *_norms(layout, "draft.enorm", "draft.hnorm", "draft.final_norm"),
+            *_layer_fills(layout, -1, layout.draft),
+        ]
+    return fills
+
+
+def _layer_fills(layout: Layout, number: int, plan: LayerLayout) -> list[_Fill]:
+    tensors, prefix, hidden = layout.tensors, plan.prefix, layout.config.hidden_size
+    width = layout.dims(number).q_heads * HEAD_DIM
+    fills = [_whole(tensors[f"{prefix}sink_k"], _FILL_F32, 0.0, 1.0)]
+    fills += _norms(
+        layout,
+        *(
+            f"{prefix}{name}"
+            for name in ("attention_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm", "q_norm", "k_norm")
+        ),
+    )
+    if plan.moe:  # larger than 1 / sqrt(hidden), so that routing has preferences
+        fills.append(_whole(tensors[f"{prefix}router"], _FILL_F32, 0.0, 2 * hidden**-0.5))
+    for part, k in (("qkv", hidden), ("o", width)):
+        fills += _matrix_fills(layout, f"{prefix}{part}", k * (layout.tp if part == "o" else 1))
+    fills += _matrix_fills(layout, f"{prefix}down", plan.inner * (layout.tp if plan.moe else layout.tp * plan.groups))
+    gate_up = tensors[f"{prefix}gate_up"]
+    if not plan.fp8_experts:
+        return [*fills, _whole(gate_up, _FILL_F16, 0.0, hidden**-0.5)]
+    units, unit = gate_up.shape[0] * gate_up.shape[1], gate_up.shape[2]
+    scale = _code_scale(hidden)
+    return [
+        *fills,
+        _Fill(gate_up.offset, units, 16 * hidden, unit, _FILL_E4M3),
+        _Fill(gate_up.offset + 16 * hidden, units, hidden // 64, unit, _FILL_F32, scale, scale / 8),
+    ]
+
+
+def _matrix_fills(layout: Layout, name: str, k: int) -> list[_Fill]:
+    """`name`.weights and .scales, of a matrix whose sums run over k columns."""
+    weights, scales = layout.tensors[f"{name}.weights"], layout.tensors.get(f"{name}.scales")
+    if scales is None:
+        return [_whole(weights, _FILL_F16, 0.0, k**-0.5)]
+    scale = _code_scale(k)
+    return [_whole(weights, _FILL_E4M3, 0.0, 0.0), _whole(scales, _FILL_F32, scale, scale / 8)]
+
+
+def _norms(layout: Layout, *names: str) -> list[_Fill]:
+    return [_whole(layout.tensors[name], _FILL_F32, 1.0, 0.1) for name in names if name in layout.tensors]
+
+
+def _whole(tensor: Tensor, kind: int, mean: float, deviation: float) -> _Fill:
+    element = {_FILL_E4M3: 1, _FILL_F32: 4}.get(kind, 2)
+    return _Fill(tensor.offset, 1, tensor.nbytes // element, tensor.nbytes, kind, mean, deviation)
+
+
+def _code_scale(k: int) -> float:
+    """The scale with which random codes have a deviation of 1 / sqrt(k)."""
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return float((np.square(values[np.isfinite(values)]).mean() * k) ** -0.5)
