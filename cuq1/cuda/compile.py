@@ -144,13 +144,12 @@ def _headers(root: Path, name: str, text: str) -> dict[str, str]:
     while waiting:
         parent, content = waiting.pop()
         for included in _INCLUDE.findall(content):
-            beside = (root / parent).parent / included
-            path = (beside if beside.is_file() else root / included).resolve()
-            if not path.is_file() or not path.is_relative_to(root.resolve()):
+            beside = os.path.normpath(Path(parent).parent / included)
+            relative = Path(beside if (root / beside).is_file() else os.path.normpath(included)).as_posix()
+            if relative.startswith("..") or not (root / relative).is_file():
                 raise DeviceError(f"{parent} includes {included}, which is not in {root}")
-            relative = path.relative_to(root.resolve()).as_posix()
             if relative not in found and relative != name:
-                found[relative] = _read(path)
+                found[relative] = _read(root / relative)
                 waiting.append((relative, found[relative]))
     return found
 

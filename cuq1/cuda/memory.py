@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from ctypes import memset, sizeof
-from typing import Any
 
 from cuq1.cuda.abi import Fault
 from cuq1.cuda.driver import bindings, check
@@ -102,10 +101,11 @@ class MappedFault(Mapped):
     def __init__(self) -> None:
         super().__init__(sizeof(Fault))
 
+    def view(self) -> Fault:
+        """The record itself, as it changes."""
+        return Fault.from_address(self.address)
+
     def read(self) -> Fault | None:
         """A copy of what was reported, or None. `what` is -1 where a kernel died while it reported."""
-        record = Fault.from_buffer_copy(self._view())
+        record = Fault.from_buffer_copy(self.view()) if self.address else Fault()
         return record if record.what else None
-
-    def _view(self) -> Any:
-        return (Fault.from_address(self.address)) if self.address else Fault()
