@@ -1,5 +1,6 @@
 """The order of packed weights, unpacked element by element as kernels_cu/common/mma.cuh and experts.cuh state it."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -40,7 +41,7 @@ def test_untile_is_the_inverse():
     halves = random_halves(32, 64)
     np.testing.assert_array_equal(repack.untile(repack.tiles(halves), 32, 64, fp8=False), halves)
     codes = random_codes(32, 64) & 0x7E
-    linear = Linear("codes", codes.view("float8_e4m3fn"), np.ones((1, 1), np.float32))
+    linear = Linear("codes", codes.view(ml_dtypes.float8_e4m3fn), np.ones((1, 1), np.float32))
     np.testing.assert_array_equal(repack.untile(repack.tiles(codes), 32, 64, fp8=True), linear.dequantize())
 
 
@@ -77,7 +78,7 @@ def test_gate_up_units(inner, hidden):
 
 def test_block_scales_are_those_of_the_unsplit_matrix():
     grid = np.arange(12, dtype=np.float32).reshape(4, 3)
-    weight = np.zeros((192, 256), "float8_e4m3fn")
+    weight = np.zeros((192, 256), ml_dtypes.float8_e4m3fn)
     share = Linear("w", weight, grid, row0=192, col0=128)
     found = repack.block_scales([share, share], 8, 128)
     assert found.shape == (2, 24, 2)
@@ -88,6 +89,6 @@ def test_block_scales_are_those_of_the_unsplit_matrix():
 
 @pytest.mark.parametrize(("row0", "row_step", "col_step"), [(4, 8, 128), (0, 8, 192), (64, 128, 128)])
 def test_pieces_across_blocks_are_refused(row0, row_step, col_step):
-    share = Linear("w", np.zeros((384, 384), "float8_e4m3fn"), np.ones((9, 9), np.float32), row0=row0)
+    share = Linear("w", np.zeros((384, 384), ml_dtypes.float8_e4m3fn), np.ones((9, 9), np.float32), row0=row0)
     with pytest.raises(ValueError, match="cross a block's border"):
         repack.block_scales([share], row_step, col_step)

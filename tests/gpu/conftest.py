@@ -1,0 +1,3 @@
+"""The GPU that tests of whole parts run on."""
+
+from tests.kernels.conftest import gpu  # noqa: F401
