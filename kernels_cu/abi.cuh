@@ -143,7 +143,7 @@ struct AttnTailArgs {
     const int* live;
     int layer;
     int rows;
-    const float* o;                // [ranks][rows of the buffer: ROWS][HIDDEN] partials
+    const float* o;                // [ranks][max(rows, ROWS)][HIDDEN] partials
     const float* router_attended;  // [ranks][ROWS][EXPERTS]; null in a dense layer
     const float* router_residual;  // [ranks][ROWS][EXPERTS]
     const float* residual;         // [rows][HIDDEN]
@@ -159,6 +159,7 @@ struct AttnTailArgs {
     const int* forced_ids;         // [ROWS][TOP_K] that replace the routing (laboratory), or null
     int ranks;
     float attn_scale;
+    float* normed32;               // [rows][HIDDEN], rms(h, ffn_norm) for a router that is not folded, or null
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by
@@ -202,7 +203,7 @@ struct MlpTailArgs {
     const int* live;
     int layer;
     int rows;
-    const float* y;            // [ranks][ROWS][HIDDEN]
+    const float* y;            // [ranks][max(rows, ROWS)][HIDDEN]
     const float* h;            // [rows][HIDDEN]
     const float* ffn_out_norm; // [HIDDEN] or null
     const float* next_norm;    // [HIDDEN]

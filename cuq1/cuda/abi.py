@@ -163,6 +163,7 @@ class AttnTailArgs(Structure):
         ("forced_ids", Pointer),
         ("ranks", c_int32),
         ("attn_scale", c_float),
+        ("normed32", Pointer),
     )
 
 
