@@ -17,12 +17,8 @@ struct Extent {
     int active;     // splits that have any
 };
 
-__device__ __forceinline__ Extent kv_extent(const int* positions, int rows, int window, int splits) {
-    int low = positions[0], high = positions[0];
-    for (int i = 1; i < rows; ++i) {
-        low = min_int(low, positions[i]);
-        high = max_int(high, positions[i]);
-    }
+// low, high: the lowest and the highest position of the live rows.
+__device__ __forceinline__ Extent kv_extent(int low, int high, int window, int splits) {
     Extent extent;
     const int oldest = window > 0 ? max_int(0, low - window + 1) : 0;
     extent.first = oldest / KV_TILE;
@@ -30,4 +26,25 @@ __device__ __forceinline__ Extent kv_extent(const int* positions, int rows, int 
     extent.per_split = div_up(extent.tiles, splits);
     extent.active = div_up(extent.tiles, extent.per_split);
     return extent;
+}
+
+// What a warp knows of a pass: lane i holds row i's position (a copy of the last one's beyond `rows`).
+struct Pass {
+    int rows;      // live rows; 0 ends the launch, and then the rest means nothing
+    int position;
+    int low;
+    int high;
+};
+
+// Called by whole warps. One trip to memory: the positions of dead rows are loaded too, and left out afterwards.
+__device__ __forceinline__ Pass read_pass(const int* live, const int* positions, int rows) {
+    const int lane = threadIdx.x % WARP;
+    Pass pass;
+    const int mine = positions[min_int(lane, rows - 1)];
+    pass.rows = live != nullptr ? min_int(rows, *live) : rows;
+    const int last = max_int(pass.rows - 1, 0);
+    pass.position = __shfl_sync(0xffffffffu, mine, min_int(lane, last));
+    pass.low = __reduce_min_sync(0xffffffffu, pass.position);
+    pass.high = __reduce_max_sync(0xffffffffu, pass.position);
+    return pass;
 }

@@ -1,0 +1,72 @@
+"""Decode attention: partial results of splits of the sequence, and their combination."""
+
+from cuq1.cuda.abi import AttentionArgs, CombineArgs
+from cuq1.cuda.kernels.defines import common
+from cuq1.plan.dims import HEAD_DIM, KV_TILE, ROWS, Dims
+from cuq1.plan.kernel import Kernel
+
+MULTIPROCESSORS = 132  # of an H100 SXM or H200
+WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
+
+_TEAM = 128  # threads that compute one tile
+
+
+def splits_for(dims: Dims, window: int, sms: int = MULTIPROCESSORS) -> int:
+    """Splits of the sequence for each KV head: as many as fill the GPU, and as the extent of `window` has tiles.
+
+    window: positions that a query sees, 0 for all. A pass of eight rows sees at most window / 64 + 2 tiles.
+    """
+    most = max(1, sms // dims.kv_heads)
+    return most if window == 0 else min(most, window // KV_TILE + 2)
+
+
+def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
+    """Partials of softmax(scale q k^T) v over each split; with `combine`, twin: tests' `attended`.
+
+    q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]. Writes, for active splits and live
+    rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], and partial_max (in base 2) and partial_sum without
+    the last axis. args.splits must be `splits` (default: `splits_for`).
+    """
+    splits = splits_for(dims, window) if splits is None else splits
+    single = window > 0 and window // KV_TILE + 2 <= splits  # no split ever has a second tile
+    teams, stages = (1, 2) if single else (2, 6)
+    m_rows = -(-ROWS * dims.group // 16) * 16
+    tiles = stages * 2 * KV_TILE * HEAD_DIM * 2
+    queries = m_rows * HEAD_DIM * 2
+    exchange = teams * m_rows * (KV_TILE * 2 + 32) + m_rows * 4  # probabilities, statistics
+    smem = tiles + queries + exchange + stages * 16
+    return Kernel(
+        "attention.cu",
+        "attention",
+        AttentionArgs,
+        (*common(dims), ("TEAMS", teams), ("STAGES", stages), ("SMEM", smem)),
+        (splits, dims.kv_heads, 1),
+        teams * _TEAM,
+        smem=smem,
+        max_registers=255,
+    )
+
+
+def combine(dims: Dims, splits: int) -> Kernel:
+    """attended32 float32 and attended float16 [rows, q_heads * 128] of `splits` partials and the sink.
+
+    Twin: tests' `attended`.
+    """
+    warps = 16 if splits > 16 else 8 if splits > 4 else 4
+    return Kernel(
+        "combine.cu",
+        "combine",
+        CombineArgs,
+        (*common(dims), ("SPLITS", splits), ("WARPS", warps)),
+        (dims.q_heads, ROWS, 1),
+        warps * 32,
+        smem=-(-splits // warps) * warps * HEAD_DIM * 4,
+        max_registers=64,
+    )
+
+
+def kernels(dims: Dims) -> list[Kernel]:
+    """Both for every window."""
+    return [
+        kernel for window in WINDOWS for kernel in (attention(dims, window), combine(dims, splits_for(dims, window)))
+    ]

@@ -1,0 +1,425 @@
+// Decode attention of one split of the sequence: all live rows and all query heads of a KV head at once, so that every
+// key and value is read once a pass.
+//
+// PRECOND: grid (splits, KV_HEADS), block TEAMS * 128, dynamic shared memory SMEM bytes; caches and slots in whole
+// tiles of 64 positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K and V
+// of those positions were written by the predecessor, all older ones, `positions` and *live at least two launches ago.
+// Reads 32 KB a tile that the live rows see (kv_extent), and q; writes partials of active splits: 512 bytes of sums and
+// 8 of statistics a row and head. Statistics are in base 2: partial_max is the maximum of scale * log2(e) * q.k.
+//
+// How: a query (row, head) is a row m = row * GROUP + head of M; 16 of them make an m-tile, and only m-tiles with live
+// rows are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and
+// already swizzled for ldmatrix. There is no producer warp: a ninth warp would take registers from the other eight, and
+// the barrier that a team needs anyway, between scores and softmax, also says that the stage before is free. Four warps, a team, compute a tile: for the scores each warp has 16 keys, for the
+// output 32 dimensions, and all m-tiles in both, so that K and V pass through shared memory's read port once. In between
+// the warps exchange maxima and probabilities (6 KB); accumulators are never exchanged, which is why a split of a single
+// tile, the case of sliding layers, has nothing to merge at its end. Where splits have many tiles, two teams take turns,
+// one's softmax under the other's products, and merge once.
+#include "abi.cuh"
+#include "common/copy.cuh"
+#include "common/kv.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+
+constexpr int TEAM_WARPS = 4;
+constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
+constexpr int THREADS = TEAMS * TEAM_THREADS;
+constexpr int M_TILES = (ROWS * GROUP + 15) / 16;
+constexpr int M_ROWS = M_TILES * 16;
+constexpr int ROW_BYTES = HEAD_DIM * 2;
+constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
+constexpr int K_STEPS = HEAD_DIM / 16;            // of the product with keys
+constexpr int V_STEPS = KV_TILE / 16;             // of the product with values
+constexpr int N_TILES = HEAD_DIM / TEAM_WARPS / 8;  // of a warp's output
+constexpr int MERGE_BYTES = TEAM_WARPS * M_TILES * N_TILES * WARP * 16;  // a team's accumulators
+constexpr float LOG2E = 1.4426950408889634f;
+
+static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
+static_assert(TEAMS == 1 || TEAMS == 2, "the final merge is of two at most");
+static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
+static_assert(STAGES % TEAMS == 0 && STAGES / TEAMS >= 2, "a team refills one stage while it computes another");
+static_assert(KV_HEADS * GROUP == Q_HEADS, "query heads are shared among KV heads evenly");
+static_assert(M_TILES <= 3, "accumulators of more m-tiles do not fit into registers");
+
+// ldmatrix addresses are formed by XOR, which needs rows aligned to their size; every member before `maxima` keeps that.
+struct Shared {
+    uint8_t k[STAGES][TILE_BYTES];
+    uint8_t v[STAGES][TILE_BYTES];
+    uint8_t q[M_ROWS * ROW_BYTES];
+    uint8_t p[TEAMS][M_ROWS * KV_TILE * 2];
+    float4 maxima[TEAMS][M_ROWS];  // a component for each warp's keys
+    float4 sums[TEAMS][M_ROWS];
+    float tops[M_ROWS];  // the second team's maxima
+    uint64_t k_full[STAGES], v_full[STAGES];
+};
+static_assert(MERGE_BYTES <= STAGES * TILE_BYTES, "accumulators are merged where keys were");
+static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));  // 2^-22 relative; exactly 0 for -inf
+    return y;
+}
+
+// 16 bytes, or zeros without reading anything.
+__device__ __forceinline__ void copy_async_or_zeros(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+template <int THREAD_COUNT>
+__device__ __forceinline__ void named_barrier(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREAD_COUNT) : "memory");
+}
+
+// The maximum over no key.
+__device__ __forceinline__ float none() { return __uint_as_float(0xff800000u); }
+
+// It is no number to subtract.
+__device__ __forceinline__ float base_of(float top, float to_log2) { return top == none() ? 0.0f : top * to_log2; }
+
+// The split's tiles, and where they come from.
+struct Share {
+    int first;       // tile of positions
+    int count;
+    int slot_tile;   // where `first` lies
+    int slot_tiles;  // of the cache
+    const uint8_t* k;
+    const uint8_t* v;
+};
+
+// One thread: the copies of the split's tile i into its stage.
+__device__ __forceinline__ void load_tile(Shared& shared, const Share& share, int i) {
+    const int stage = i % STAGES;
+    int tile = share.slot_tile + i;  // less than twice around: an extent has at most one tile more than the ring
+    if (tile >= share.slot_tiles) tile -= share.slot_tiles;
+    barrier_expect(&shared.k_full[stage], TILE_BYTES);
+    bulk_load(shared.k[stage], share.k + int64_t(tile) * TILE_BYTES, TILE_BYTES, &shared.k_full[stage]);
+    barrier_expect(&shared.v_full[stage], TILE_BYTES);
+    bulk_load(shared.v[stage], share.v + int64_t(tile) * TILE_BYTES, TILE_BYTES, &shared.v_full[stage]);
+}
+
+// One team's thread: online softmax over tiles team, team + TEAMS, ... of the split.
+template <int MT>
+__device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass) {
+    const int warp = threadIdx.x / WARP, team = warp / TEAM_WARPS, part = warp % TEAM_WARPS;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const int octet = lane / 8, line = lane % 8;  // which row of which of ldmatrix's four matrices a lane points at
+    const float to_log2 = a.scale * LOG2E;
+
+    uint32_t q[MT][K_STEPS][4];
+    const uint32_t q_line =
+        shared_address(shared.q) + ((octet & 1) * 8 + line) * ROW_BYTES + (((octet >> 1) ^ line) << 4);
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int c = 0; c < K_STEPS; ++c) ldmatrix(q[mt][c], (q_line + mt * 16 * ROW_BYTES) ^ (c << 5));
+    }
+
+    const uint32_t k_line = (part * 16 + (octet >> 1) * 8 + line) * ROW_BYTES + (((octet & 1) ^ line) << 4);
+    const uint32_t v_line = ((octet & 1) * 8 + line) * ROW_BYTES + (((part * 4 + (octet >> 1)) ^ line) << 4);
+    const uint32_t p_read = shared_address(shared.p[team]) + ((octet & 1) * 8 + line) * (KV_TILE * 2) +
+                            (((octet >> 1) ^ line) << 4);
+    uint8_t* const p_write = shared.p[team] + g * (KV_TILE * 2) + t * 4;
+
+    float acc[MT][N_TILES][4] = {};
+    float top[MT][2], sum[MT][2];  // top: the team's; sum: of this lane's keys
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+        top[mt][0] = top[mt][1] = none();
+        sum[mt][0] = sum[mt][1] = 0.0f;
+    }
+
+    for (int i = team; i < share.count; i += TEAMS) {
+        const int stage = i % STAGES, parity = (i / STAGES) & 1;
+        barrier_wait(&shared.k_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
+        // One m-tile alone would be two chains of dependent MMAs: two halves of them are quicker.
+        constexpr int CHAINS = MT == 1 ? 2 : 1;
+        float s[CHAINS][MT][2][4] = {};
+        const uint32_t k_tile = shared_address(shared.k[stage]) + k_line;
+#pragma unroll
+        for (int c = 0; c < K_STEPS; ++c) {
+            uint32_t b[4];
+            ldmatrix(b, k_tile ^ (c << 5));
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                mma_f16(s[c % CHAINS][mt][0], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[0], b[1]);
+                mma_f16(s[c % CHAINS][mt][1], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[2], b[3]);
+            }
+        }
+        if constexpr (CHAINS == 2) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[0][0][n][e] += s[CHAINS - 1][0][n][e];
+            }
+        }
+
+        // Only tiles at the extent's two ends hold keys that some row does not see.
+        const int first_key = (share.first + i) * KV_TILE + part * 16;
+        if (first_key + 15 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = min_int((mt * 16 + half * 8 + g) / GROUP, ROWS - 1);
+                    const int newest = __shfl_sync(0xffffffffu, pass.position, row);
+                    const int hidden = a.window > 0 ? newest - a.window : -1;  // the newest key out of sight
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int key = first_key + n * 8 + t * 2 + e;
+                            if (key > newest || key <= hidden) s[0][mt][n][half * 2 + e] = none();
+                        }
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float x = fmaxf(fmaxf(s[0][mt][0][half * 2], s[0][mt][0][half * 2 + 1]),
+                                fmaxf(s[0][mt][1][half * 2], s[0][mt][1][half * 2 + 1]));
+                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+                if (t == 0) (&shared.maxima[team][mt * 16 + half * 8 + g].x)[part] = x;
+            }
+        }
+        // The team's maxima are there. It also means that every warp is done with the team's last tile: with its
+        // probabilities, and with its stage, which the copy engine may therefore overwrite.
+        named_barrier<TEAM_THREADS>(1 + team);
+        const int refill = i - TEAMS + STAGES;
+        if (threadIdx.x % TEAM_THREADS == 0 && i >= TEAMS && refill < share.count) load_tile(shared, share, refill);
+
+        float shrink[MT][2];
+        bool grown = false;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float4 x = shared.maxima[team][mt * 16 + half * 8 + g];
+                const float now = fmaxf(top[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+                const float base = base_of(now, to_log2);
+                shrink[mt][half] = exp2_fast(fmaf(top[mt][half], to_log2, -base));
+                grown |= now > top[mt][half];
+                top[mt][half] = now;
+                float p[4];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        p[n * 2 + e] = exp2_fast(fmaf(s[0][mt][n][half * 2 + e], to_log2, -base));
+                    }
+                }
+                sum[mt][half] = fmaf(sum[mt][half], shrink[mt][half], (p[0] + p[1]) + (p[2] + p[3]));
+                uint8_t* const row = p_write + (mt * 16 + half * 8) * (KV_TILE * 2);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    *reinterpret_cast<uint32_t*>(row + (((part * 2 + n) ^ g) << 4)) = pack_f16(p[n * 2], p[n * 2 + 1]);
+                }
+            }
+        }
+        if (__any_sync(0xffffffffu, grown)) {  // rare after the first tiles
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[mt][n][e] *= shrink[mt][e / 2];
+                }
+            }
+        }
+        // The team's probabilities are there; and nobody reads maxima any more.
+        named_barrier<TEAM_THREADS>(1 + team);
+
+        barrier_wait(&shared.v_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
+        const uint32_t v_tile = shared_address(shared.v[stage]) + v_line;
+#pragma unroll
+        for (int step = 0; step < V_STEPS; ++step) {
+            uint32_t b[N_TILES / 2][4];
+#pragma unroll
+            for (int pair = 0; pair < N_TILES / 2; ++pair) {
+                ldmatrix_transposed(b[pair], (v_tile + step * 16 * ROW_BYTES) ^ (pair << 5));
+            }
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                uint32_t p[4];
+                ldmatrix(p, (p_read + mt * 16 * KV_TILE * 2) ^ (step << 5));
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n) {
+                    mma_f16(acc[mt][n], p[0], p[1], p[2], p[3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float x = sum[mt][half];
+            x += __shfl_xor_sync(0xffffffffu, x, 1);
+            x += __shfl_xor_sync(0xffffffffu, x, 2);
+            const int m = mt * 16 + half * 8 + g;
+            if (t == 0) {
+                (&shared.sums[team][m].x)[part] = x;
+                if (TEAMS == 2 && team == 1 && part == 0) shared.tops[m] = top[mt][half];
+            }
+        }
+    }
+    const bool merged = TEAMS == 2 && share.count > 1;
+    float4* const merge = reinterpret_cast<float4*>(shared.k) + part * (MT * N_TILES * WARP) + lane;
+    if (merged) {
+        __syncthreads();  // both teams are done with keys, over which the second one's accumulators are written
+        if (team == 1) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n) {
+                    const float* x = acc[mt][n];
+                    merge[(mt * N_TILES + n) * WARP] = make_float4(x[0], x[1], x[2], x[3]);
+                }
+            }
+        }
+        // Both teams' sums and the second one's accumulators are there.
+        __syncthreads();
+        if (team == 1) return;
+    } else {
+        if (team == 1) return;
+        named_barrier<TEAM_THREADS>(1);  // the four warps' sums are there
+    }
+
+    const int live = pass.rows * GROUP;
+    const int64_t partial = (int64_t(blockIdx.y) * a.splits + blockIdx.x) * (ROWS * GROUP);
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int m = mt * 16 + half * 8 + g;
+            const float4 x = shared.sums[0][m];
+            float total = (x.x + x.y) + (x.z + x.w);
+            float peak = top[mt][half];
+            if (merged) {
+                const float other = shared.tops[m];
+                peak = fmaxf(peak, other);
+                const float base = base_of(peak, to_log2);
+                const float mine = exp2_fast(fmaf(top[mt][half], to_log2, -base));
+                const float theirs = exp2_fast(fmaf(other, to_log2, -base));
+                const float4 y = shared.sums[TEAMS - 1][m];
+                total = total * mine + ((y.x + y.y) + (y.z + y.w)) * theirs;
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n) {
+                    const float* z = &merge[(mt * N_TILES + n) * WARP].x + half * 2;
+                    acc[mt][n][half * 2] = acc[mt][n][half * 2] * mine + z[0] * theirs;
+                    acc[mt][n][half * 2 + 1] = acc[mt][n][half * 2 + 1] * mine + z[1] * theirs;
+                }
+            }
+            if (m >= live) continue;
+            float* const out = a.partial_out + (partial + m) * HEAD_DIM + part * (HEAD_DIM / TEAM_WARPS) + t * 2;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) {
+                *reinterpret_cast<float2*>(out + n * 8) =
+                    make_float2(acc[mt][n][half * 2], acc[mt][n][half * 2 + 1]);
+            }
+            if (part == 0 && t == 0) {
+                a.partial_max[partial + m] = peak * to_log2;
+                a.partial_sum[partial + m] = total;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ AttentionArgs a) {
+    extern __shared__ __align__(1024) uint8_t raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    const Pass pass = read_pass(a.live, a.positions, a.rows);
+    if (pass.rows <= 0) {
+        pdl_wait();  // this launch must not end before its predecessor: the successor relies on that
+        pdl_trigger();
+        return;
+    }
+    const Extent extent = kv_extent(pass.low, pass.high, a.window, a.splits);
+    // Split 0 is always active, and its wait is the launch's.
+    if (int(blockIdx.x) >= extent.active) return;
+    Share share;
+    share.first = extent.first + blockIdx.x * extent.per_split;
+    share.count = min_int(extent.per_split, extent.first + extent.tiles - share.first);
+    share.slot_tiles = a.slots / KV_TILE;
+    share.slot_tile = share.first % share.slot_tiles;
+    const int64_t cache = int64_t(blockIdx.y) * share.slot_tiles * TILE_BYTES;
+    share.k = reinterpret_cast<const uint8_t*>(a.k_cache) + cache;
+    share.v = reinterpret_cast<const uint8_t*>(a.v_cache) + cache;
+
+    const int initial = min_int(share.count, STAGES);
+    int loaded = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&shared.k_full[i], 1);
+            barrier_init(&shared.v_full[i], 1);
+        }
+        barrier_init_fence();
+        // Tiles that hold no position of this pass are complete: what wrote them ended before the predecessor began, so
+        // they may come while it still runs. In a ring, the oldest tile can lie where this pass writes: it waits, too.
+        const auto complete = [&](int tile) {
+            return tile < pass.low / KV_TILE && tile + share.slot_tiles > pass.high / KV_TILE;
+        };
+        while (loaded < initial && complete(share.first + loaded)) load_tile(shared, share, loaded++);
+        // The others come into L2 meanwhile, where the predecessor's writes meet them.
+        for (int i = loaded; i < initial; ++i) {
+            const int64_t at = int64_t((share.slot_tile + i) % share.slot_tiles) * TILE_BYTES;
+            bulk_prefetch(share.k + at, TILE_BYTES);
+            bulk_prefetch(share.v + at, TILE_BYTES);
+        }
+    }
+    pdl_wait();
+    pdl_trigger();
+    if (threadIdx.x % TEAM_THREADS == 0) {
+        // These threads issue the copies. The predecessor wrote K and V with ordinary stores, which its end made visible
+        // to ordinary loads; the copy engine reads through another proxy.
+        asm volatile("fence.proxy.async;" ::: "memory");
+    }
+    if (threadIdx.x == 0) {
+        while (loaded < initial) load_tile(shared, share, loaded++);
+    }
+
+    // q into shared memory, swizzled as keys are; rows of no query are zero, so that nothing strange is computed.
+    const int live = pass.rows * GROUP, m_tiles = (live + 15) / 16;
+    constexpr int PIECES = ROW_BYTES / 16;
+#pragma unroll
+    for (int i = 0; i < M_ROWS * PIECES / THREADS; ++i) {
+        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES;
+        // With one KV head, row and head are m itself.
+        const int head = KV_HEADS == 1 ? m : m / GROUP * Q_HEADS + blockIdx.y * GROUP + m % GROUP;
+        copy_async_or_zeros(shared.q + m * ROW_BYTES + ((piece ^ (m & 7)) << 4), a.q + head * HEAD_DIM + piece * 8,
+                            m < live);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();  // q is there, and the barriers are initialised
+
+    if (M_TILES >= 3 && m_tiles == 3) {
+        consume<3>(a, shared, share, pass);
+    } else if (M_TILES >= 2 && m_tiles == 2) {
+        consume<2>(a, shared, share, pass);
+    } else {
+        consume<1>(a, shared, share, pass);
+    }
+}
