@@ -1,0 +1,70 @@
+"""What happens to rows between the matrices: embedding, norms, residuals, routing (kernels_cu/{rows,tails}.cu)."""
+
+from ctypes import Structure
+
+from cuq1.cuda.abi import AttnTailArgs, EmbedArgs, EntryNormArgs, MlpTailArgs
+from cuq1.cuda.kernels import defines
+from cuq1.cuda.kernels.draft import eh_splits
+from cuq1.plan.dims import ROWS, Dims
+from cuq1.plan.kernel import Define, Kernel
+
+PARTS = 4  # blocks that share a row
+WARP = 32
+
+
+def parts_of(dims: Dims) -> int:
+    """The blocks that share a row: a warp of float4 at least in each."""
+    parts = PARTS
+    while dims.hidden % (parts * 4 * WARP):
+        parts //= 2
+    return max(parts, 1)
+
+
+def embed(dims: Dims, rows: int = ROWS) -> Kernel:
+    """Up to `rows` rows of the embedding table, and the first layer's input norm: twins.rows.embed."""
+    return _kernel("rows.cu", "embed", EmbedArgs, dims, rows, (("EH_SPLITS", eh_splits(dims)),))
+
+
+def entry_norm(dims: Dims, rows: int = ROWS) -> Kernel:
+    """The sum of eh_proj's pieces, and the draft's input norm: twins.rows.entry_norm."""
+    return _kernel("rows.cu", "entry_norm", EntryNormArgs, dims, rows, (("EH_SPLITS", eh_splits(dims)),))
+
+
+def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
+    """o's sum over ranks, its norm, the residual, the MLP's input norm, routing: twins.rows.attn_tail.
+
+    moe: with routing, at most 8 rows; else expert ids and weights are not written.
+    """
+    return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, (("ROUTED", 1),) if moe else (), moe * WARP)
+
+
+def mlp_tail(dims: Dims, rows: int = ROWS) -> Kernel:
+    """The MLP's sum over ranks, its norm, the residual, the next layer's input norm: twins.rows.mlp_tail."""
+    return _kernel("tails.cu", "mlp_tail", MlpTailArgs, dims, rows)
+
+
+def _kernel(
+    source: str,
+    entry: str,
+    args: type[Structure],
+    dims: Dims,
+    rows: int,
+    own: tuple[tuple[str, Define], ...] = (),
+    more_threads: int = 0,
+) -> Kernel:
+    parts = parts_of(dims)
+    return Kernel(
+        source,
+        entry,
+        args,
+        (*defines.common(dims), ("PARTS", parts), *own),
+        (rows * parts, 1, 1),
+        dims.hidden // parts // 4 + more_threads,
+        cluster=parts,
+        max_registers=80,
+    )
+
+
+def kernels(dims: Dims) -> list[Kernel]:
+    """All of the family, for a pass of 8 rows."""
+    return [embed(dims), entry_norm(dims), attn_tail(dims), attn_tail(dims, moe=False), mlp_tail(dims)]
