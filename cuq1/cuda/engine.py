@@ -1,0 +1,186 @@
+"""The GPU engine: the decode round as captured graphs, one for each number of verified rows, behind `Engine`.
+
+The host launches a graph a round and reads the request's state when it has ended. What the device cannot sample by
+itself (no top_k, or one above 32 candidates) is computed by the same kernels and sampled on the host.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.checkpoint import Checkpoint
+from cuq1.config import load_sampling_defaults
+from cuq1.cuda.driver import open_device
+from cuq1.cuda.hostsample import HostSampler
+from cuq1.cuda.prefill import Prefill
+from cuq1.cuda.runtime import Runtime
+from cuq1.cuda.weights import rank_weights
+from cuq1.errors import DeviceError, RequestError
+from cuq1.models import q1
+from cuq1.plan.dims import MAX_TOP_K
+from cuq1.sampling.depth import DepthRule, default_rule
+from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
+from cuq1.sampling.rounds import Round
+from cuq1.sequence import SequenceEngine
+
+Activations = Literal["f16", "fp8"]
+F32 = NDArray[np.float32]
+
+
+class CudaEngine(SequenceEngine):
+    """One request at a time on one GPU.
+
+    activations: "f16" computes with half-precision activations; "fp8" quantises what enters the experts to E4M3, with
+    a scale a row. capacity: positions that the caches hold, the model's context where it is None. Raises ConfigError,
+    CheckpointError, and DeviceError where there is no usable GPU or too little memory.
+    """
+
+    chunk = 2048
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tp: int = 1,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        depth_rule: DepthRule | None = None,
+        activations: Activations = "f16",
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__()
+        if tp != 1:
+            raise DeviceError(f"the CUDA engine computes on one GPU, not with tp {tp}: use tp 1, or --device cpu")
+        if activations not in ("f16", "fp8"):
+            raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
+        checkpoint = Checkpoint.open(model_dir)
+        self.config = checkpoint.config
+        self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
+        self._context = min(self.config.max_position_embeddings, capacity or self.config.max_position_embeddings)
+        device = open_device()
+        weights = rank_weights(checkpoint)
+        self._model = q1.resolve(
+            checkpoint.config,
+            checkpoint.draft_config,
+            weights.layout,
+            capacity=self._context,
+            sms=device.multiprocessors,
+            fp8_activations=activations == "fp8",
+        )
+        self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
+        self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress)
+        self._prefill = Prefill(self._runtime, self.chunk)
+        self._host = HostSampler(self._runtime, depth_rule or default_rule())
+        self._reset()
+
+    def _reset(self) -> None:
+        """An empty sequence. What the caches hold is finite, and beyond every position that counts."""
+        self._tokens = []
+        self._done = 0
+        self._settled = 0  # positions whose draft rows are final
+        self._fresh = False  # row 0 of hidden states and logits belongs to position done - 1
+        self._target_end = 0  # one past the highest position that was ever written, rejected rows included
+        self._draft_end = 0
+        self._runtime.recover()
+
+    @property
+    def context(self) -> int:
+        """The largest number of tokens that the sequence can have."""
+        return self._context
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that a round can have; 0 where the checkpoint has no draft."""
+        return min(self._max_drafts, MAX_DRAFTS)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of GPU memory by name."""
+        return dict(self._runtime.sizes)
+
+    def _release(self) -> None:
+        self._runtime.close()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        yield
+
+    def _forget(self, rows: int) -> None:
+        if rows > 0:
+            self._done -= rows
+            self._settled = min(self._settled, self._done)
+            self._fresh = False
+
+    def _restart(self, length: int) -> int | None:
+        if length == len(self._tokens):
+            return self._done
+        if length == 0:
+            return 0
+        first = length - 1
+        draft = self._model.draft
+        if draft is not None:
+            held = length - 1 <= self._settled and max(0, length - draft.window) >= self._draft_end - draft.slots
+            if not held:  # hidden states for the draft's whole window have to come again
+                first = max(0, length - draft.window)
+        rings = [layer for layer in self._model.layers if layer.sliding]
+        oldest = max([0, *(self._target_end - layer.slots for layer in rings)])
+        window = max([0, *(layer.window for layer in rings)])
+        return first if oldest <= max(0, first + 1 - window) else None
+
+    def _catch_up(self, chunk: int) -> None:
+        if self._done == len(self._tokens) and not self._fresh:
+            self._forget(1)
+        while self._done < len(self._tokens):
+            end = min(self._done + min(chunk, self.chunk), len(self._tokens))
+            first = max(self._settled, self._done - 1 if self._fresh else self._done)
+            self._prefill.run(self._tokens, self._done, end, settle_from=first)
+            self._target_end = max(self._target_end, end)
+            self._done = end
+            if self._model.draft is not None:
+                self._settled = min(end, len(self._tokens) - 1)
+                self._draft_end = max(self._draft_end, self._settled)
+            self._fresh = True
+
+    def _limit(self, params: DecodeParams) -> int:
+        if params.draft == "off":
+            return 0
+        return min(self.max_drafts, params.draft) if isinstance(params.draft, int) else self.max_drafts
+
+    def _first(self, params: DecodeParams, seed: int) -> Round:
+        self._catch_up(self.chunk)
+        limit = self._limit(params)
+        self._fresh = False
+        if _on_host(params):
+            token = self._host.first(params, seed, self._done, limit)
+        else:
+            token = self._runtime.first(params, seed, self._done, limit)
+        self._settled = self._done
+        self._draft_end = max(self._draft_end, self._done + limit)
+        return Round((token,), 0, 0, from_prompt=True)
+
+    def _round(self, params: DecodeParams, seed: int) -> Round:
+        limit = self._limit(params)
+        one = self._host.round(params, seed, limit) if _on_host(params) else self._runtime.round(limit)
+        self._target_end = max(self._target_end, self._done + one.drafted + 1)
+        self._done += one.accepted + 1
+        self._settled = self._done
+        self._draft_end = max(self._draft_end, self._done + limit)
+        return one
+
+    def score(self, ids: Sequence[int]) -> F32:
+        """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
+
+        Leaves the engine's sequence alone: it computes with caches of its own. Raises RequestError as `prefill`
+        does, though the sequence may fill the context, and DeviceError where memory does not hold the caches.
+        """
+        self._check_open()
+        tokens = check_prompt(ids, self.vocab_size, self.context, room=0)
+        return self._prefill.score(tokens)
+
+
+def _on_host(params: DecodeParams) -> bool:
+    """Whether the device keeps too few candidates for these parameters."""
+    return params.temperature > 0 and not 1 <= params.top_k <= MAX_TOP_K

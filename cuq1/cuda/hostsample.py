@@ -1,0 +1,97 @@
+"""Sampling on the host, for what needs more candidates than the device keeps: the same rounds, a step at a time."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.cuda import abi
+from cuq1.cuda.runtime import Runtime
+from cuq1.models import q1
+from cuq1.plan.dims import ROWS
+from cuq1.sampling.depth import DepthRule
+from cuq1.sampling.filter import Distribution, filtered
+from cuq1.sampling.params import DecodeParams
+from cuq1.sampling.rng import Purpose, uniform
+from cuq1.sampling.rounds import Round
+from cuq1.sampling.speculative import draw, verify
+
+
+class HostSampler:
+    """Drives the target's and the draft's forward passes, and samples from their whole logits."""
+
+    def __init__(self, runtime: Runtime, rule: DepthRule) -> None:
+        self._runtime = runtime
+        self._rule = rule
+        self._state = abi.State()
+        self._logits = np.empty((ROWS, runtime.model.dims.vocab), np.float32)
+        self._drafts: list[int] = []
+        self._q: list[Distribution] = []
+
+    def first(self, params: DecodeParams, seed: int, done: int, limit: int) -> int:
+        """The first token, from the logits' row 0, which belongs to position done - 1."""
+        p = self._distribution(self._rows(1)[0], params)
+        token = draw(p, uniform(seed, done, Purpose.TARGET))
+        self._state = self._runtime.request(params, seed, done, limit)
+        self._draft(params, seed, [token], [0], limit)
+        return token
+
+    def round(self, params: DecodeParams, seed: int, limit: int) -> Round:
+        """Verifies the pending token and its drafts, and drafts after what was committed."""
+        state, rows = self._state, len(self._drafts) + 1
+        for i, token in enumerate((state.tokens[0], *self._drafts)):
+            state.tokens[i], state.positions[i] = token, state.done + i
+        self._runtime.send(state)
+        self._runtime.run("target", rows, 0, lambda: q1.target_of(self._runtime.model, rows))
+        p = [self._distribution(row, params) for row in self._rows(rows)]
+        drafts = self._drafts
+        accepted, token = verify(drafts, self._q, p, seed, state.done + 1)
+        tokens = [*drafts[:accepted], token]
+        state.done += accepted + 1
+        self._draft(params, seed, tokens, list(range(accepted + 1)), limit)
+        return Round(tuple(tokens), len(drafts), accepted)
+
+    def _rows(self, rows: int) -> NDArray[np.float32]:
+        self._runtime.read("logits", self._logits[:rows])
+        return self._logits[:rows]
+
+    def _distribution(self, logits: NDArray[np.float32], params: DecodeParams) -> Distribution:
+        return filtered(logits, params.temperature, params.top_k, params.top_p)
+
+    def _draft(self, params: DecodeParams, seed: int, tokens: list[int], hidden: list[int], limit: int) -> None:
+        """Settles the draft's rows of the newly committed `tokens`, whose hidden states are rows `hidden`, and drafts.
+
+        The last token is pending: it goes with the hidden state before it, at position done - 1.
+        """
+        state, model = self._state, self._runtime.model
+        state.tokens[0] = tokens[-1]
+        self._drafts, self._q = [], []
+        if model.draft is None:
+            return
+        count = len(tokens)
+        state.depth_rows[0] = count
+        for row in range(count):  # newest first
+            state.draft_tokens[row] = tokens[count - 1 - row]
+            state.draft_positions[row] = state.done - 1 - row
+            state.draft_hidden[row] = hidden[count - 1 - row]
+        served: list[float] = []
+        entropies: list[float] = []
+        for depth in range(max(limit, 1)):
+            settle = limit == 0
+            self._runtime.send(state)
+            self._runtime.run(
+                "settle" if settle else "depth",
+                1,
+                depth,
+                lambda depth=depth, settle=settle: q1.depth_of(model, depth, settle_only=settle),  # type: ignore[misc]
+            )
+            if settle:
+                return
+            q = self._distribution(self._rows(1)[0], params)
+            token = draw(q, uniform(seed, state.done + 1 + depth, Purpose.DRAFT))
+            self._q.append(q)
+            self._drafts.append(token)
+            served.append(q.prob(token))
+            entropies.append(q.entropy())
+            if params.draft == "auto" and not self._rule.more(served, entropies):
+                return
+            state.depth_rows[depth + 1] = 1
+            state.draft_tokens[0], state.draft_positions[0], state.draft_hidden[0] = token, state.done + depth, -1

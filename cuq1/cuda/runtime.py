@@ -1,0 +1,185 @@
+"""One rank's model on the GPU: memory, graphs, and the request's state as host and device share it."""
+
+from collections.abc import Callable
+from ctypes import addressof, memmove, sizeof
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.cuda import abi, graph
+from cuq1.cuda.driver import bindings, check
+from cuq1.cuda.execute import Program
+from cuq1.cuda.memory import Arena, Mapped, MappedFault
+from cuq1.cuda.weights import RankWeights
+from cuq1.cuda.weights_device import load_weights
+from cuq1.errors import Cuq1Error, DeviceError
+from cuq1.models import prefill, q1
+from cuq1.plan.types import Plan
+from cuq1.sampling.depth import DepthRule
+from cuq1.sampling.params import DecodeParams
+from cuq1.sampling.rounds import Round
+
+_STATE = sizeof(abi.State)
+
+
+class Runtime:
+    """Holds everything that a request needs, allocated and compiled before it.
+
+    sizes: bytes of GPU memory by name. addresses: of every buffer that a plan may name.
+    """
+
+    def __init__(
+        self,
+        model: q1.Model,
+        weights: RankWeights,
+        rule: DepthRule,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.stream = graph.stream()
+        self._rule = rule
+        self._graphs: dict[tuple[str, int, int], graph.Graph] = {}
+        self._closed = False
+        buffers = [*q1.working_buffers(model), *prefill.working_buffers(model)]
+        self.sizes = {"weights": weights.layout.nbytes, **{b.name: b.bytes for b in buffers if b.name != "fault"}}
+        self._arena = Arena(self.sizes)
+        self._fault = MappedFault()
+        self._upload = Mapped(_STATE)
+        self._readback = Mapped(_STATE)
+        self.addresses = {name: self._arena[name] for name in self.sizes} | {"fault": self._fault.address}
+        base = self._arena["weights"]
+        self.addresses |= {name: base + tensor.offset for name, tensor in weights.layout.tensors.items()}
+        try:
+            self._arena.clear()  # caches: a masked slot's value has to be finite
+            load_weights(weights, base, self.stream, progress)
+            for layer in (*model.layers, *((model.draft,) if model.draft else ())):
+                pairs = model.dims.rotary // 2
+                table = layer.theta ** (-np.arange(pairs, dtype=np.float64) / max(pairs, 1))
+                self.write(f"rope.{layer.theta:g}", table)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._closed:
+            return
+        self._closed = True
+        for ready in self._graphs.values():
+            ready.close()
+        self._arena.close()
+        for mapped in (self._upload, self._readback, self._fault):
+            mapped.close()
+
+    @property
+    def state(self) -> abi.State:
+        """The request's state, as the last graph left it."""
+        return abi.State.from_address(self._readback.address)
+
+    def write(self, name: str, values: NDArray[np.generic]) -> None:
+        """Copies an array to the start of a buffer."""
+        values = np.ascontiguousarray(values)
+        check(bindings().cuMemcpyHtoD(self._pointer(name), values.ctypes.data, values.nbytes))
+
+    def read(self, name: str, out: NDArray[np.generic]) -> None:
+        """Copies the start of a buffer into a contiguous array."""
+        check(bindings().cuMemcpyDtoH(out.ctypes.data, self._pointer(name), out.nbytes))
+
+    def _pointer(self, name: str) -> object:
+        return bindings().CUdeviceptr(self.addresses[name])
+
+    def send(self, state: abi.State) -> None:
+        """Makes `state` the request's state on the device."""
+        driver = bindings()
+        self.wait()
+        memmove(self._upload.address, addressof(state), _STATE)
+        pointer = driver.CUdeviceptr(self.addresses["state"])
+        check(driver.cuMemcpyHtoDAsync(pointer, self._upload.address, _STATE, driver.CUstream(self.stream)))
+
+    def wait(self) -> None:
+        """Returns when the stream is done; raises what kernels reported."""
+        try:
+            graph.synchronize(self.stream)
+        except DeviceError as error:
+            self._raise_fault(error)
+            raise
+        self._raise_fault(None)
+
+    def _raise_fault(self, cause: Exception | None) -> None:
+        fault = self._fault.read()
+        if fault is None:
+            return
+        self._fault.clear()
+        self.poisoned = True
+        layers = len(self.model.layers)
+        where = (
+            "the draft's layer" if fault.layer < 0 else f"layer {fault.layer}" if fault.layer < layers else "the head"
+        )
+        what = abi.FAULTS.get(fault.what, "an unfinished report")
+        kernel = abi.KERNELS.get(fault.kernel, f"kernel {fault.kernel}")
+        error = Cuq1Error if fault.what == 1 else DeviceError
+        raise error(
+            f"{what} appeared in {kernel} of {where}: the checkpoint's values are damaged, or too large for "
+            "half-precision activations"
+            if fault.what == 1
+            else f"{what} ended {kernel} of {where}"
+        ) from cause
+
+    poisoned = False
+
+    def recover(self) -> None:
+        """After values that are not finite, clears what they may have reached; weights stay."""
+        if not self.poisoned:
+            return
+        self.poisoned = False
+        driver = bindings()
+        for name, size in self.sizes.items():
+            if name != "weights" and not name.startswith("rope."):
+                check(driver.cuMemsetD8(driver.CUdeviceptr(self.addresses[name]), 0, size))
+        check(driver.cuCtxSynchronize())
+
+    def run(self, kind: str, rows: int, drafts: int, plan: Callable[[], Plan]) -> None:
+        """Replays a plan's graph, captured at its first use, and reads the state back."""
+        key = (kind, rows, drafts)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(Program(plan(), self.addresses))
+        self._graphs[key].launch(self.stream)
+        self.wait()
+
+    def _capture(self, program: Program) -> graph.Graph:
+        driver = bindings()
+        with graph.capture(self.stream) as captured:
+            program.issue(self.stream)
+            source = driver.CUdeviceptr(self.addresses["state"])
+            stream = driver.CUstream(self.stream)
+            check(driver.cuMemcpyDtoHAsync(self._readback.address, source, _STATE, stream))
+        ready = captured.instantiate()
+        ready.upload(self.stream)
+        return ready
+
+    def request(self, params: DecodeParams, seed: int, done: int, limit: int) -> abi.State:
+        """The state of a request whose caches hold `done` positions and that drafts at most `limit` tokens a round."""
+        state = abi.State()
+        state.temperature, state.top_p = params.temperature, params.top_p
+        state.seed_lo, state.seed_hi = seed & 0xFFFFFFFF, seed >> 32
+        state.top_k = 1 if params.temperature == 0 else params.top_k
+        state.draft_limit, state.auto_depth = limit, int(params.draft == "auto")
+        for decision, weights in enumerate(self._rule.coefficients):
+            for feature, weight in enumerate(weights):
+                state.rule_weights[decision][feature] = weight
+        state.rule_threshold = self._rule.threshold
+        state.done = done
+        return state
+
+    def first(self, params: DecodeParams, seed: int, done: int, limit: int) -> int:
+        """Draws a request's first token from the logits' row 0, and drafts after it."""
+        self.send(self.request(params, seed, done, limit))
+        self.run("first", 1, limit, lambda: q1.first_of(self.model, limit))
+        return int(self.state.log_tokens[0])
+
+    def round(self, limit: int) -> Round:
+        """Verifies the pending token and its drafts, and drafts after what was committed."""
+        rows = self.state.drafts + 1
+        self.run("round", rows, limit, lambda: q1.round_of(self.model, rows, limit))
+        state = self.state
+        return Round(tuple(state.log_tokens[: state.log_count]), state.log_drafted, state.log_accepted)
