@@ -47,7 +47,7 @@ static_assert(PAIRS <= 127, "a pair's number is a signed byte");
 
 struct Tables {
     Groups groups;
-    float weight[MAX_GROUPS][ROWS];         // routing weight over INNER_SCALE
+    alignas(16) float weight[MAX_GROUPS][ROWS];  // routing weight over INNER_SCALE
     signed char pair[MAX_GROUPS][ROWS];     // which row of shared inner; -1 where the row did not choose the group
     int source[PAIRS];                      // group * ROWS + row of a pair; -1 for a dead row's
     float scale[MAX_GROUPS][TILES][SCALES];
