@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         state.draft_positions[lane] = now_done - 1 - lane;
         state.draft_hidden[lane] = accepted - lane;
     }
-    if (lane < ROWS) state.depth_rows[lane] = lane == 0 && state.draft_limit > 0 ? accepted + 1 : 0;
+    if (lane < ROWS) state.depth_rows[lane] = lane == 0 ? accepted + 1 : 0;
     __syncwarp();  // tokens have been read
     if (lane == 0) {
         state.tokens[0] = pending;

@@ -59,8 +59,7 @@ def _settle(state, done, begin, committed, drafted):
     state["log_count"], state["log_drafted"], state["log_accepted"] = count, drafted, count - 1
     state["log_rounds"] += 1
     state["depth_rows"] = 0
-    if state["draft_limit"] > 0:
-        state["depth_rows"][0] = count
+    state["depth_rows"][0] = count  # also without drafts: the draft's cache takes in what was committed
     for row, position in enumerate(range(done - 1, done - 1 - count, -1)):
         state["draft_positions"][row] = position
         state["draft_tokens"][row] = committed[position + 1 - begin]
