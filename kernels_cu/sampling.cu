@@ -3,13 +3,15 @@
 // PRECOND  grid: a block a request (the engine launches one): block b has state[b] and candidate lists
 //          [b][ROWS][pieces][MAX_TOP_K]. accept: ROWS * ROW_WARPS warps; draft_sample: ROW_WARPS warps. The lists are the
 //          predecessor's (or the exchange's), sorted, as top_k writes them. pieces may be any number; ROW_WARPS, a
-//          power of two, is chosen for it.
+//          power of two, is chosen for it. The State was written at least two launches ago (lm_head and top_k lie
+//          between any two of these kernels), so that all of it is read in the prologue.
 // READS    pieces * 256 bytes a row, and the State.  WRITES  the State alone.
 //
 // Why so: both are pure latency, once to eight times a round. A row's lists are merged by ROW_WARPS warps with shuffles,
 // all rows at once; then one warp a row has the distribution in its lanes, and each row decides and, where its
 // draft falls, draws the replacement at once, whatever the rows before it say: the first row that fell decides.
-// Doubles are used for at most 32 candidates a row.
+// Doubles are used for at most 32 candidates a row. Random numbers, and all that the stop rule takes from earlier
+// drafts, are computed while the predecessor runs.
 #include "abi.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
@@ -51,15 +53,30 @@ __device__ __forceinline__ Key merged(const float* values, const int* ids, int p
 __device__ __forceinline__ Distribution residual(const Distribution& p, const Distribution& q, double* scratch,
                                                  int lane) {
     double q_of = 0.0;
-    for (int j = 0; j < q.count; ++j) {
-        const int id = __shfl_sync(ALL_LANES, q.id, j);
-        const double prob = __shfl_sync(ALL_LANES, q.prob, j);
-        if (id == p.id) q_of = prob;
+    for (int j = 0; j < q.count; j += 8) {  // q.id is -1 and q.prob 0 beyond q.count
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int id = __shfl_sync(ALL_LANES, q.id, j + i);
+            const double prob = __shfl_sync(ALL_LANES, q.prob, j + i);
+            if (id == p.id) q_of = prob;
+        }
     }
     const double rest = lane < p.count && p.prob > q_of ? p.prob - q_of : 0.0;
     const double total = warp_total(rest, p.count, scratch, lane);
     if (!(total > 0.0)) return p;
     return Distribution{p.id, rest / total, p.count};
+}
+
+// What a request asks of the sampler. Loads go past L1, where an older launch may have left what was there before.
+struct Asked {
+    double temperature, top_p;
+    uint32_t seed_lo, seed_hi;
+    int top_k, draft_limit, done;
+};
+
+__device__ __forceinline__ Asked load_asked(const State& state) {
+    return Asked{__ldcg(&state.temperature), __ldcg(&state.top_p), __ldcg(&state.seed_lo),    __ldcg(&state.seed_hi),
+                 __ldcg(&state.top_k),       __ldcg(&state.draft_limit), __ldcg(&state.done)};
 }
 
 // What is sampled with: a row whose largest logit is not finite is reported, and gives its first candidate, so that
@@ -78,61 +95,66 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = warp / ROW_WARPS, part = warp % ROW_WARPS;
 
+    State& state = a.state[blockIdx.x];
+    const Asked asked = load_asked(state);
+    const int drafts = a.first ? 0 : __ldcg(&state.drafts);
+    const int my_draft = lane < ROWS - 1 ? __ldcg(&state.tokens[lane + 1]) : 0;
+    const int log_rounds = __ldcg(&state.log_rounds);
+    Distribution q{-1, 0.0, 0};
+    double u_accept = 0.0, u_target = 0.0;
+    if (part == 0) {
+        if (row < drafts) {
+            q.count = __ldcg(&state.q_count[row]);
+            q.id = lane < q.count ? __ldcg(&state.q_ids[row][lane]) : -1;
+            q.prob = lane < q.count ? __ldcg(&state.q_probs[row][lane]) : 0.0;
+        }
+        const int position = asked.done + (a.first ? 0 : 1) + row;  // of the token that is decided about
+        u_accept = uniform(asked.seed_lo, asked.seed_hi, position, PURPOSE_ACCEPT);
+        u_target = uniform(asked.seed_lo, asked.seed_hi, position, PURPOSE_TARGET);
+    }
+    const int draft = __shfl_sync(ALL_LANES, my_draft, row);
+
     pdl_wait();  // the lists, live
     pdl_trigger();
     const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
     if (rows <= 0) return;
-    State& state = a.state[blockIdx.x];
+    const int drafted = min_int(drafts, rows - 1);
     const int64_t first_list = (int64_t(blockIdx.x) * ROWS + row) * a.pieces * MAX_TOP_K;
-    const int drafted = a.first ? 0 : min_int(state.drafts, rows - 1);
-    const int done = state.done;
     const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, row <= drafted, lists[row], part, lane);
 
     if (part == 0 && row <= drafted) {
-        const uint32_t seed_lo = state.seed_lo, seed_hi = state.seed_hi;
-        const int position = done + (a.first ? 0 : 1) + row;  // of the token that is decided about
-        const int draft = state.tokens[row < drafted ? row + 1 : 0];
-        Distribution q{-1, 0.0, 0};
-        if (row < drafted) {  // loaded here, so that it is there by the time that p is
-            q.count = state.q_count[row];
-            q.id = lane < q.count ? state.q_ids[row][lane] : -1;
-            q.prob = lane < q.count ? state.q_probs[row][lane] : 0.0;
-        }
+        const float value = key_value(key);
         const double temperature =
-            checked_temperature(key_value(key), state.temperature, a.fault, KERNEL_ACCEPT, a.layer, lane);
+            checked_temperature(value, asked.temperature, a.fault, KERNEL_ACCEPT, a.layer, lane);
+        Exponents exponents;
         Distribution p =
-            filtered(key_value(key), key_id(key), temperature, state.top_k, state.top_p, scratch[row], lane);
+            filtered(value, key_id(key), temperature, asked.top_k, asked.top_p, scratch[row], lane, exponents);
         bool stands = false;
         if (row < drafted) {
-            const double u = uniform(seed_lo, seed_hi, position, PURPOSE_ACCEPT);
             // Strictly below, so that u = 0 does not accept a token that p excludes.
-            stands = u * prob_of(q, draft) < prob_of(p, draft);
+            stands = u_accept * prob_of(q, draft) < prob_of(p, draft);
             if (!stands) p = residual(p, q, scratch[row], lane);
         }
         int token = -1;
-        if (!stands) {
-            token = max_int(0, draw(p, uniform(seed_lo, seed_hi, position, PURPOSE_TARGET), scratch[row], lane));
-        }
+        if (!stands) token = max_int(0, draw(p, u_target, scratch[row], lane));
         if (lane == 0) replacement[row] = token;
     }
-    __syncthreads();  // all rows have decided, and read of the State what they need
+    __syncthreads();  // all rows have decided
     if (warp != 0) return;
 
     const int drawn = lane <= drafted ? replacement[lane] : -1;
     const int accepted = __ffs(__ballot_sync(ALL_LANES, drawn >= 0)) - 1;  // the last row always draws
     const int pending = __shfl_sync(ALL_LANES, drawn, accepted);
-    const int draft = lane < drafted ? state.tokens[lane + 1] : pending;
-    const int committed = lane < accepted ? draft : pending;  // lane i: the token at done + 1 + i
+    const int committed = lane < accepted ? my_draft : pending;  // lane i: the token at done + 1 + i
     const int newest = __shfl_sync(ALL_LANES, committed, (accepted - lane) & 31);
-    const int now_done = a.first ? done : done + accepted + 1;
+    const int now_done = a.first ? asked.done : asked.done + accepted + 1;
     if (lane <= accepted) {
         state.log_tokens[lane] = committed;
         state.draft_tokens[lane] = newest;  // row 0 is the newest position; its next token is the pending one
         state.draft_positions[lane] = now_done - 1 - lane;
         state.draft_hidden[lane] = accepted - lane;
     }
-    if (lane < ROWS) state.depth_rows[lane] = lane == 0 ? accepted + 1 : 0;
-    __syncwarp();  // tokens have been read
+    if (lane < ROWS) state.depth_rows[lane] = lane == 0 && asked.draft_limit > 0 ? accepted + 1 : 0;
     if (lane == 0) {
         state.tokens[0] = pending;
         state.positions[0] = now_done;
@@ -141,85 +163,112 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         state.log_count = accepted + 1;
         state.log_drafted = drafted;
         state.log_accepted = accepted;
-        state.log_rounds += 1;
+        state.log_rounds = log_rounds + 1;
     }
 }
 
-// cuq1.sampling.depth: whether one draft more is worth its cost. served and entropy: lane i's are draft i's, of
-// `count` drafts, MIN_AUTO_DRAFTS at least. To every lane.
-__device__ __forceinline__ bool worth_more(const State& state, double served, double entropy, int count, double* scratch,
-                                           int lane) {
-    const double chance = lane < count ? log(served > 1e-9 ? served : 1e-9) : 0.0;
-    double lowest = chance;  // 0 in the other lanes, which no logarithm of a probability exceeds
+// cuq1.sampling.depth's rule, as far as it is known before the draft that it looks at last.
+struct Rule {
+    double weights[FEATURES];
+    double sum, lowest;  // of the logarithms of earlier drafts' probabilities; lowest is 0 where there are none
+    double entropies;    // sum
+    double least_score;  // the threshold's logit: what the score must exceed
+};
+
+constexpr double SMALLEST = 1e-9;  // probabilities below count as this
+constexpr double LOG_SMALLEST = -20.72326583694641;
+
+__device__ __forceinline__ Rule load_rule(const State& state, int depth, double* scratch, int lane) {
+    Rule rule;
+    const int decision = max_int(0, min_int(depth + 1, MAX_DRAFTS - 1) - MIN_AUTO_DRAFTS);
 #pragma unroll
-    for (int offset = 1; offset < ROWS; offset *= 2) {
-        const double other = __shfl_xor_sync(ALL_LANES, lowest, offset);
-        lowest = other < lowest ? other : lowest;
+    for (int i = 0; i < FEATURES; ++i) rule.weights[i] = __ldcg(&state.rule_weights[decision][i]);
+    const double served = lane < depth ? __ldcg(&state.served[lane]) : 1.0;
+    const double chance = log(served > SMALLEST ? served : SMALLEST);
+    rule.sum = warp_total(chance, depth, scratch, lane);
+    rule.entropies = warp_total(lane < depth ? __ldcg(&state.entropy[lane]) : 0.0, depth, scratch, lane);
+    rule.lowest = chance;  // 0 in the other lanes, which no logarithm of a probability exceeds
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const double other = __shfl_xor_sync(ALL_LANES, rule.lowest, offset);
+        rule.lowest = other < rule.lowest ? other : rule.lowest;
     }
-    const double features[FEATURES] = {1.0,
-                                       warp_total(chance, count, scratch, lane),
-                                       __shfl_sync(ALL_LANES, chance, count - 1),
-                                       __shfl_sync(ALL_LANES, lowest, 0),
-                                       __shfl_sync(ALL_LANES, entropy, count - 1),
-                                       warp_total(lane < count ? entropy : 0.0, count, scratch, lane) / count};
-    double score = 0.0;
-#pragma unroll
-    for (int i = 0; i < FEATURES; ++i) score += state.rule_weights[count - MIN_AUTO_DRAFTS][i] * features[i];
+    const double threshold = __ldcg(&state.rule_threshold);
+    // 1 / (1 + exp(-score)) > threshold
+    rule.least_score = threshold > 0.0 ? log(threshold / (1.0 - threshold)) : -1e300;
+    return rule;
+}
+
+// Whether one draft more is worth its cost, after `count` drafts; chance and entropy are the last one's.
+__device__ __forceinline__ bool worth_more(const Rule& rule, double chance, double entropy, int count) {
+    double score = rule.weights[0] + rule.weights[1] * (rule.sum + chance) + rule.weights[2] * chance +
+                   rule.weights[3] * (chance < rule.lowest ? chance : rule.lowest) + rule.weights[4] * entropy +
+                   rule.weights[5] * ((rule.entropies + entropy) / count);
     score = score > 60.0 ? 60.0 : score < -60.0 ? -60.0 : score;
-    return 1.0 / (1.0 + exp(-score)) > state.rule_threshold;
+    return score > rule.least_score;
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_WARPS* WARP)
     draft_sample(const __grid_constant__ DraftSampleArgs a) {
     __shared__ Lists lists;
     __shared__ __align__(16) double scratch[WARP];
-    const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP, depth = a.depth;
+    const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP, depth = a.depth, count = depth + 1;
+
+    State& state = a.state[blockIdx.x];
+    const Asked asked = load_asked(state);
+    const bool automatic = __ldcg(&state.auto_depth) != 0;
+    Rule rule{};
+    double u = 0.0;
+    if (part == 0) {
+        if (automatic) rule = load_rule(state, depth, scratch, lane);
+        u = uniform(asked.seed_lo, asked.seed_hi, asked.done + count, PURPOSE_DRAFT);
+    }
 
     pdl_wait();  // the lists, live
     pdl_trigger();
     const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
     if (rows <= 0) return;
-    State& state = a.state[blockIdx.x];
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
-    const int done = state.done;
-    const bool automatic = state.auto_depth != 0;
-    // Of the drafts before this one; asked for with the lists.
-    double served = automatic && lane < depth ? state.served[lane] : 0.0;
-    double entropy = automatic && lane < depth ? state.entropy[lane] : 0.0;
     const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, true, lists, part, lane);
     if (part != 0) return;
 
     const float value = key_value(key);
     const int id = key_id(key);
     const double temperature =
-        checked_temperature(value, state.temperature, a.fault, KERNEL_DRAFT_SAMPLE, a.layer, lane);
-    const double u = uniform(state.seed_lo, state.seed_hi, done + 1 + depth, PURPOSE_DRAFT);
-    const Distribution q = filtered(value, id, temperature, state.top_k, state.top_p, scratch, lane);
+        checked_temperature(value, asked.temperature, a.fault, KERNEL_DRAFT_SAMPLE, a.layer, lane);
+    Exponents exponents;
+    const Distribution q = filtered(value, id, temperature, asked.top_k, asked.top_p, scratch, lane, exponents);
     const int token = max_int(0, draw(q, u, scratch, lane));
-    const int count = depth + 1;
-    bool more = count < min_int(state.draft_limit, MAX_DRAFTS);
-    if (automatic) {
-        // What is drawn from says nothing about a greedy request's draft.
-        const Distribution shape =
-            temperature > 0.0 ? q : filtered(value, id, 1.0, FEATURE_TOP_K, 1.0, scratch, lane);
-        const double served_now = prob_of(shape, token), entropy_now = entropy_of(shape, scratch, lane);
-        if (lane == depth) {
-            served = state.served[depth] = served_now;
-            entropy = state.entropy[depth] = entropy_now;
-        }
-        if (more && count >= MIN_AUTO_DRAFTS) more = worth_more(state, served, entropy, count, scratch, lane);
-    }
     state.q_ids[depth][lane] = q.id;
     state.q_probs[depth][lane] = q.prob;
+    bool more = count < min_int(asked.draft_limit, MAX_DRAFTS);
+    if (automatic) {
+        Distribution shape = q;
+        // What is drawn from says nothing about a greedy request's draft.
+        if (temperature == 0.0) shape = filtered(value, id, 1.0, FEATURE_TOP_K, 1.0, scratch, lane, exponents);
+        const double log_total = log(exponents.total);
+        const double term = lane < shape.count ? shape.prob * exponents.exponent : 0.0;
+        const double entropy = log_total - warp_total(term, shape.count, scratch, lane);
+        const double served = prob_of(shape, token);
+        const uint32_t drawn = __ballot_sync(ALL_LANES, lane < shape.count && shape.id == token);
+        const double chance = __shfl_sync(ALL_LANES, exponents.exponent, drawn != 0 ? __ffs(drawn) - 1 : 0) - log_total;
+        if (more && count >= MIN_AUTO_DRAFTS) {
+            more = worth_more(rule, chance > LOG_SMALLEST ? chance : LOG_SMALLEST, entropy, count);
+        }
+        if (lane == 0) {
+            state.served[depth] = served;
+            state.entropy[depth] = entropy;
+        }
+    }
     if (lane > depth && lane < ROWS) state.depth_rows[lane] = lane == count && more ? 1 : 0;
     if (lane == 0) {
         state.q_count[depth] = q.count;
         state.tokens[count] = token;
-        state.positions[count] = done + count;
+        state.positions[count] = asked.done + count;
         state.drafts = count;
         if (more) {
             state.draft_tokens[0] = token;
-            state.draft_positions[0] = done + depth;
+            state.draft_positions[0] = asked.done + depth;
             state.draft_hidden[0] = -1;
         }
     }

@@ -135,18 +135,26 @@ struct Distribution {
     int count;    // the same in all lanes, 1 to 32
 };
 
+// What a distribution's logarithms follow from: log prob = exponent - log(total).
+struct Exponents {
+    double exponent;  // (logit - largest) / temperature
+    double total;     // sum of exp(exponent) over what was kept
+};
+
 // cuq1.sampling.filtered of sorted candidates: temperature, the top_k most likely, the smallest set of them that
 // reaches top_p. The largest value is finite.
 __device__ __forceinline__ Distribution filtered(float value, int id, double temperature, int top_k, double top_p,
-                                                 double* scratch, int lane) {
+                                                 double* scratch, int lane, Exponents& exponents) {
     Distribution out;
+    exponents = Exponents{0.0, 1.0};
     if (temperature == 0.0) {
         out.count = 1;
         out.prob = lane == 0 ? 1.0 : 0.0;
     } else {
         const double peak = __shfl_sync(ALL_LANES, value, 0);
         const bool kept = lane < top_k && id >= 0;
-        double weight = kept ? exp((double(value) - peak) / temperature) : 0.0;
+        exponents.exponent = (double(value) - peak) / temperature;
+        double weight = kept ? exp(exponents.exponent) : 0.0;
         int count = __popc(__ballot_sync(ALL_LANES, kept));
         if (top_p < 1.0) {
             const double cumulative = warp_cumsum(weight, count, scratch, lane);
@@ -156,7 +164,8 @@ __device__ __forceinline__ Distribution filtered(float value, int id, double tem
             if (lane >= count) weight = 0.0;
         }
         out.count = __popc(__ballot_sync(ALL_LANES, weight > 0.0));  // sorted: what underflowed is the tail
-        out.prob = weight / warp_total(weight, out.count, scratch, lane);
+        exponents.total = warp_total(weight, out.count, scratch, lane);
+        out.prob = weight / exponents.total;
     }
     out.id = lane < out.count ? id : -1;
     return out;
@@ -178,10 +187,4 @@ __device__ __forceinline__ int draw(const Distribution& p, double u, double* scr
     const uint32_t possible = __ballot_sync(ALL_LANES, lane < p.count && p.prob > 0.0);
     const int index = above != 0 ? __ffs(above) - 1 : possible != 0 ? 31 - __clz(possible) : 0;
     return __shfl_sync(ALL_LANES, p.id, index);
-}
-
-// To every lane: Shannon entropy in nats.
-__device__ __forceinline__ double entropy_of(const Distribution& p, double* scratch, int lane) {
-    const double term = lane < p.count ? p.prob * log(p.prob) : 0.0;
-    return -warp_total(term, p.count, scratch, lane);
 }

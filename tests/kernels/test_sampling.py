@@ -225,10 +225,10 @@ def test_nothing_happens_where_no_row_is_live(gpu):
     assert (batch.states()["log_drafted"] == np.minimum(before["drafts"], 1)).all()
 
 
-RULE, EXCESS = "u * prob_of(q, draft) < prob_of(p, draft)", "p.prob > q_of ? p.prob - q_of : 0.0"
+RULE, EXCESS = "u_accept * prob_of(q, draft) < prob_of(p, draft)", "p.prob > q_of ? p.prob - q_of : 0.0"
 ACCEPT_PATCHES = {
-    "accept with p": (RULE, "u < prob_of(p, draft)"),
-    "p and q exchanged": (RULE, "u * prob_of(p, draft) < prob_of(q, draft)"),
+    "accept with p": (RULE, "u_accept < prob_of(p, draft)"),
+    "p and q exchanged": (RULE, "u_accept * prob_of(p, draft) < prob_of(q, draft)"),
     "accept all": (RULE, "true"),
     "residual is p": (EXCESS, "p.prob"),
     "residual is q": (EXCESS, "q_of"),
@@ -247,7 +247,7 @@ def test_accept_check_rejects_broken_rules(gpu, patch):
     "patch",
     [
         ("(a.first ? 0 : 1) + row", "1 + row"),
-        ("a.first ? done :", "false ? done :"),
+        ("a.first ? asked.done :", "false ? asked.done :"),
     ],
     ids=["another random number", "done moves"],
 )
@@ -260,8 +260,8 @@ def test_first_token_check_rejects(gpu, patch):
 @pytest.mark.parametrize(
     "patch",
     [
-        ("done + 1 + depth, PURPOSE_DRAFT", "done + depth, PURPOSE_DRAFT"),
-        ("1.0 / (1.0 + exp(-score)) >", "1.0 / (1.0 + exp(score)) >"),
+        ("asked.done + count, PURPOSE_DRAFT", "asked.done + depth, PURPOSE_DRAFT"),
+        ("return score > rule", "return -score > rule"),
         ("1.0, FEATURE_TOP_K, 1.0", "1.0, MAX_TOP_K, 1.0"),
         ("count >= MIN_AUTO_DRAFTS", "count > MIN_AUTO_DRAFTS"),
     ],
