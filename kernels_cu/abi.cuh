@@ -89,9 +89,9 @@ struct AttentionArgs {
     const f16* k_cache;
     const f16* v_cache;
     const int* positions;    // [rows]
-    float* partial_out;      // [KV_HEADS][splits][ROWS * GROUP][HEAD_DIM], sum of exp(s - max) v
-    float* partial_max;      // [KV_HEADS][splits][ROWS * GROUP], max of s = scale q.k, in natural units
-    float* partial_sum;      // [KV_HEADS][splits][ROWS * GROUP], sum of exp(s - max)
+    float* partial_out;      // [KV_HEADS][splits][ROWS * GROUP][HEAD_DIM], sum of 2^(s - max) v
+    float* partial_max;      // [KV_HEADS][ROWS * GROUP][splits], max of s = scale log2(e) q.k
+    float* partial_sum;      // [KV_HEADS][ROWS * GROUP][splits], sum of 2^(s - max)
     int slots;
     int window;              // positions that a query sees, its own included; 0 for all
     int splits;

@@ -1,20 +1,25 @@
 // Decode attention of one split of the sequence: all live rows and all query heads of a KV head at once, so that every
 // key and value is read once a pass.
 //
-// PRECOND: grid (splits, KV_HEADS), block TEAMS * 128, dynamic shared memory SMEM bytes; caches and slots in whole
-// tiles of 64 positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K and V
-// of those positions were written by the predecessor, all older ones, `positions` and *live at least two launches ago.
-// Reads 32 KB a tile that the live rows see (kv_extent), and q; writes partials of active splits: 512 bytes of sums and
-// 8 of statistics a row and head. Statistics are in base 2: partial_max is the maximum of scale * log2(e) * q.k.
+// PRECOND: grid (splits, KV_HEADS, M_SPLITS), block TEAMS * 128, dynamic shared memory SMEM bytes; caches and slots in
+// whole tiles of 64 positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K
+// and V of those positions were written by the predecessor, all older ones, `positions` and *live at least two launches
+// ago. Where STAGES == 1, no split has more than one tile. Reads 32 KB a tile that the live rows see (kv_extent), and q;
+// writes partials of active splits: 512 bytes of sums and 8 of statistics a row and head. Statistics are in base 2:
+// partial_max is the maximum of scale * log2(e) * q.k.
 //
 // How: a query (row, head) is a row m = row * GROUP + head of M; 16 of them make an m-tile, and only m-tiles with live
 // rows are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and
-// already swizzled for ldmatrix. There is no producer warp: a ninth warp would take registers from the other eight, and
-// the barrier that a team needs anyway, between scores and softmax, also says that the stage before is free. Four warps, a team, compute a tile: for the scores each warp has 16 keys, for the
-// output 32 dimensions, and all m-tiles in both, so that K and V pass through shared memory's read port once. In between
-// the warps exchange maxima and probabilities (6 KB); accumulators are never exchanged, which is why a split of a single
-// tile, the case of sliding layers, has nothing to merge at its end. Where splits have many tiles, two teams take turns,
-// one's softmax under the other's products, and merge once.
+// already swizzled for ldmatrix. All of the first ones are under way before the predecessor ends: the few rows that it
+// writes itself are copied over them afterwards. There is no producer warp: it would take registers from the others, and
+// the barrier that a team needs anyway, between scores and softmax, also says that the stage before is free.
+//
+// Four warps, a team, compute a tile: for the scores each warp has 16 keys, for the output 32 dimensions, and all
+// m-tiles of the block in both, so that K and V pass through shared memory's read port once. In between the warps
+// exchange maxima and probabilities (6 KB); accumulators are never exchanged, which is why a split of a single tile, the
+// case of sliding layers, has nothing to merge at its end. Those have more multiprocessors than tiles as well, and give
+// each m-tile a block of its own (M_SPLITS). Where splits have many tiles, two teams take turns, one's softmax under the
+// other's products, and merge once.
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/kv.cuh"
@@ -24,7 +29,7 @@
 constexpr int TEAM_WARPS = 4;
 constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr int THREADS = TEAMS * TEAM_THREADS;
-constexpr int M_TILES = (ROWS * GROUP + 15) / 16;
+constexpr int M_TILES = ((ROWS * GROUP + 15) / 16 + M_SPLITS - 1) / M_SPLITS;  // of a block
 constexpr int M_ROWS = M_TILES * 16;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
@@ -37,7 +42,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
 static_assert(TEAMS == 1 || TEAMS == 2, "the final merge is of two at most");
 static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
-static_assert(STAGES % TEAMS == 0 && STAGES / TEAMS >= 2, "a team refills one stage while it computes another");
+static_assert(STAGES == 1 || (STAGES % TEAMS == 0 && STAGES / TEAMS >= 2), "a team refills a stage while it uses another");
 static_assert(KV_HEADS * GROUP == Q_HEADS, "query heads are shared among KV heads evenly");
 static_assert(M_TILES <= 3, "accumulators of more m-tiles do not fit into registers");
 
@@ -52,7 +57,7 @@ struct Shared {
     float tops[M_ROWS];  // the second team's maxima
     uint64_t k_full[STAGES], v_full[STAGES];
 };
-static_assert(MERGE_BYTES <= STAGES * TILE_BYTES, "accumulators are merged where keys were");
+static_assert(TEAMS == 1 || MERGE_BYTES <= STAGES * TILE_BYTES, "accumulators are merged where keys were");
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
 
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
@@ -101,17 +106,51 @@ struct Share {
     int slot_tiles;  // of the cache
     const uint8_t* k;
     const uint8_t* v;
+    int first_m;     // the block's first row of M
+    int m_tiles;     // and its m-tiles with live rows
 };
+
+// Bytes from the start of a KV head's cache to the split's tile i: less than twice around, as an extent has at most one
+// tile more than the ring.
+__device__ __forceinline__ int64_t tile_offset(const Share& share, int i) {
+    const int tile = share.slot_tile + i;
+    return int64_t(tile >= share.slot_tiles ? tile - share.slot_tiles : tile) * TILE_BYTES;
+}
 
 // One thread: the copies of the split's tile i into its stage.
 __device__ __forceinline__ void load_tile(Shared& shared, const Share& share, int i) {
     const int stage = i % STAGES;
-    int tile = share.slot_tile + i;  // less than twice around: an extent has at most one tile more than the ring
-    if (tile >= share.slot_tiles) tile -= share.slot_tiles;
+    const int64_t from = tile_offset(share, i);
     barrier_expect(&shared.k_full[stage], TILE_BYTES);
-    bulk_load(shared.k[stage], share.k + int64_t(tile) * TILE_BYTES, TILE_BYTES, &shared.k_full[stage]);
+    bulk_load(shared.k[stage], share.k + from, TILE_BYTES, &shared.k_full[stage]);
     barrier_expect(&shared.v_full[stage], TILE_BYTES);
-    bulk_load(shared.v[stage], share.v + int64_t(tile) * TILE_BYTES, TILE_BYTES, &shared.v_full[stage]);
+    bulk_load(shared.v[stage], share.v + from, TILE_BYTES, &shared.v_full[stage]);
+}
+
+// Whole block, after pdl_wait: K and V of this pass's positions over what the first `initial` tiles held of them when
+// they were copied.
+__device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass,
+                                      int initial) {
+    const int from = max_int(pass.low / KV_TILE - share.first, 0);
+    const int to = min_int(pass.high / KV_TILE - share.first, initial - 1);
+    if (from > to) return;
+    for (int i = from; i <= to; ++i) {  // not before the tile itself has arrived
+        barrier_wait(&shared.k_full[i], 0, a.fault, KERNEL_ATTENTION, a.layer);
+        barrier_wait(&shared.v_full[i], 0, a.fault, KERNEL_ATTENTION, a.layer);
+    }
+    constexpr int PIECES = ROW_BYTES / 16;
+#pragma unroll
+    for (int j = 0; j < 2 * ROWS * PIECES / THREADS; ++j) {
+        const int at = j * THREADS + threadIdx.x, row = at / PIECES % ROWS;
+        const bool value = at >= ROWS * PIECES;
+        const int position = __shfl_sync(0xffffffffu, pass.position, row);
+        const int i = position / KV_TILE - share.first;
+        if (row < pass.rows && i >= from && i <= to) {
+            const int within = position % KV_TILE * ROW_BYTES + at % PIECES * 16;
+            copy_async_16((value ? shared.v[i] : shared.k[i]) + within,
+                          (value ? share.v : share.k) + tile_offset(share, i) + within);
+        }
+    }
 }
 
 // One team's thread: online softmax over tiles team, team + TEAMS, ... of the split.
@@ -177,7 +216,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int row = min_int((mt * 16 + half * 8 + g) / GROUP, ROWS - 1);
+                    const int row = min_int((share.first_m + mt * 16 + half * 8 + g) / GROUP, ROWS - 1);
                     const int newest = __shfl_sync(0xffffffffu, pass.position, row);
                     const int hidden = a.window > 0 ? newest - a.window : -1;  // the newest key out of sight
 #pragma unroll
@@ -206,34 +245,49 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         // The team's maxima are there. It also means that every warp is done with the team's last tile: with its
         // probabilities, and with its stage, which the copy engine may therefore overwrite.
         named_barrier<TEAM_THREADS>(1 + team);
-        const int refill = i - TEAMS + STAGES;
-        if (threadIdx.x % TEAM_THREADS == 0 && i >= TEAMS && refill < share.count) load_tile(shared, share, refill);
+        if constexpr (STAGES > 1) {
+            const int refill = i - TEAMS + STAGES;
+            if (threadIdx.x % TEAM_THREADS == 0 && i >= TEAMS && refill < share.count) load_tile(shared, share, refill);
+        }
 
-        float shrink[MT][2];
+        float now[MT][2], shrink[MT][2];
         bool grown = false;
+        // Loads before any store below: the compiler can't know that they touch different arrays, and would wait for each.
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float4 x = shared.maxima[team][mt * 16 + half * 8 + g];
-                const float now = fmaxf(top[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-                const float base = base_of(now, to_log2);
+                now[mt][half] = fmaxf(top[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+            }
+        }
+        uint32_t packed[MT][2][2];
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float base = base_of(now[mt][half], to_log2);
                 shrink[mt][half] = exp2_fast(fmaf(top[mt][half], to_log2, -base));
-                grown |= now > top[mt][half];
-                top[mt][half] = now;
+                grown |= now[mt][half] > top[mt][half];
+                top[mt][half] = now[mt][half];
                 float p[4];
 #pragma unroll
-                for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        p[n * 2 + e] = exp2_fast(fmaf(s[0][mt][n][half * 2 + e], to_log2, -base));
-                    }
+                for (int e = 0; e < 4; ++e) {
+                    p[e] = exp2_fast(fmaf(s[0][mt][e / 2][half * 2 + e % 2], to_log2, -base));
                 }
                 sum[mt][half] = fmaf(sum[mt][half], shrink[mt][half], (p[0] + p[1]) + (p[2] + p[3]));
+                packed[mt][half][0] = pack_f16(p[0], p[1]);
+                packed[mt][half][1] = pack_f16(p[2], p[3]);
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
                 uint8_t* const row = p_write + (mt * 16 + half * 8) * (KV_TILE * 2);
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    *reinterpret_cast<uint32_t*>(row + (((part * 2 + n) ^ g) << 4)) = pack_f16(p[n * 2], p[n * 2 + 1]);
+                    *reinterpret_cast<uint32_t*>(row + (((part * 2 + n) ^ g) << 4)) = packed[mt][half][n];
                 }
             }
         }
@@ -308,7 +362,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
     }
 
     const int live = pass.rows * GROUP;
-    const int64_t partial = (int64_t(blockIdx.y) * a.splits + blockIdx.x) * (ROWS * GROUP);
+    const int64_t partial = (int64_t(blockIdx.y) * a.splits + blockIdx.x) * (ROWS * GROUP) + share.first_m;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
@@ -332,7 +386,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
                     acc[mt][n][half * 2 + 1] = acc[mt][n][half * 2 + 1] * mine + z[1] * theirs;
                 }
             }
-            if (m >= live) continue;
+            if (share.first_m + m >= live) continue;
             float* const out = a.partial_out + (partial + m) * HEAD_DIM + part * (HEAD_DIM / TEAM_WARPS) + t * 2;
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) {
@@ -340,8 +394,10 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
                     make_float2(acc[mt][n][half * 2], acc[mt][n][half * 2 + 1]);
             }
             if (part == 0 && t == 0) {
-                a.partial_max[partial + m] = peak * to_log2;
-                a.partial_sum[partial + m] = total;
+                const int64_t at =
+                    (int64_t(blockIdx.y) * (ROWS * GROUP) + share.first_m + m) * a.splits + blockIdx.x;
+                a.partial_max[at] = peak * to_log2;
+                a.partial_sum[at] = total;
             }
         }
     }
@@ -357,9 +413,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         return;
     }
     const Extent extent = kv_extent(pass.low, pass.high, a.window, a.splits);
-    // Split 0 is always active, and its wait is the launch's.
-    if (int(blockIdx.x) >= extent.active) return;
+    const int live = pass.rows * GROUP;
     Share share;
+    share.first_m = blockIdx.z * M_ROWS;
+    share.m_tiles = min_int((live - share.first_m + 15) / 16, M_TILES);
+    // The first split's first m-tiles are always active, and their wait is the launch's.
+    if (int(blockIdx.x) >= extent.active || share.first_m >= live) return;
     share.first = extent.first + blockIdx.x * extent.per_split;
     share.count = min_int(extent.per_split, extent.first + extent.tiles - share.first);
     share.slot_tiles = a.slots / KV_TILE;
@@ -369,56 +428,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     share.v = reinterpret_cast<const uint8_t*>(a.v_cache) + cache;
 
     const int initial = min_int(share.count, STAGES);
-    int loaded = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.k_full[i], 1);
             barrier_init(&shared.v_full[i], 1);
         }
         barrier_init_fence();
-        // Tiles that hold no position of this pass are complete: what wrote them ended before the predecessor began, so
-        // they may come while it still runs. In a ring, the oldest tile can lie where this pass writes: it waits, too.
-        const auto complete = [&](int tile) {
-            return tile < pass.low / KV_TILE && tile + share.slot_tiles > pass.high / KV_TILE;
-        };
-        while (loaded < initial && complete(share.first + loaded)) load_tile(shared, share, loaded++);
-        // The others come into L2 meanwhile, where the predecessor's writes meet them.
-        for (int i = loaded; i < initial; ++i) {
-            const int64_t at = int64_t((share.slot_tile + i) % share.slot_tiles) * TILE_BYTES;
-            bulk_prefetch(share.k + at, TILE_BYTES);
-            bulk_prefetch(share.v + at, TILE_BYTES);
-        }
+        // The predecessor may still be writing K and V of this pass's positions. Whatever these copies catch of that is
+        // finite, and replaced by `renew`; or, where in a ring it takes the place of a position that no row sees any
+        // more, masked. All else was written by launches that ended before the predecessor began.
+        for (int i = 0; i < initial; ++i) load_tile(shared, share, i);
     }
+    __syncthreads();  // the barriers are initialised
     pdl_wait();
     pdl_trigger();
-    if (threadIdx.x % TEAM_THREADS == 0) {
-        // These threads issue the copies. The predecessor wrote K and V with ordinary stores, which its end made visible
-        // to ordinary loads; the copy engine reads through another proxy.
-        asm volatile("fence.proxy.async;" ::: "memory");
-    }
-    if (threadIdx.x == 0) {
-        while (loaded < initial) load_tile(shared, share, loaded++);
-    }
 
     // q into shared memory, swizzled as keys are; rows of no query are zero, so that nothing strange is computed.
-    const int live = pass.rows * GROUP, m_tiles = (live + 15) / 16;
     constexpr int PIECES = ROW_BYTES / 16;
 #pragma unroll
     for (int i = 0; i < M_ROWS * PIECES / THREADS; ++i) {
-        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES;
+        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES, query = share.first_m + m;
         // With one KV head, row and head are m itself.
-        const int head = KV_HEADS == 1 ? m : m / GROUP * Q_HEADS + blockIdx.y * GROUP + m % GROUP;
+        const int head = KV_HEADS == 1 ? query : query / GROUP * Q_HEADS + blockIdx.y * GROUP + query % GROUP;
         copy_async_or_zeros(shared.q + m * ROW_BYTES + ((piece ^ (m & 7)) << 4), a.q + head * HEAD_DIM + piece * 8,
-                            m < live);
+                            query < live);
+    }
+    renew(a, shared, share, pass, initial);
+    if (STAGES > 1 && threadIdx.x % TEAM_THREADS == 0) {
+        // These threads copy later tiles. The predecessor wrote K and V with ordinary stores, which its end made visible
+        // to ordinary loads; the copy engine reads through another proxy.
+        asm volatile("fence.proxy.async;" ::: "memory");
     }
     copy_async_commit();
     copy_async_wait<0>();
-    __syncthreads();  // q is there, and the barriers are initialised
+    __syncthreads();  // q and this pass's keys and values are there
 
-    if (M_TILES >= 3 && m_tiles == 3) {
-        consume<3>(a, shared, share, pass);
-    } else if (M_TILES >= 2 && m_tiles == 2) {
-        consume<2>(a, shared, share, pass);
+    if (M_TILES >= 3 && share.m_tiles == 3) {
+        consume<(M_TILES >= 3 ? 3 : 1)>(a, shared, share, pass);
+    } else if (M_TILES >= 2 && share.m_tiles == 2) {
+        consume<(M_TILES >= 2 ? 2 : 1)>(a, shared, share, pass);
     } else {
         consume<1>(a, shared, share, pass);
     }

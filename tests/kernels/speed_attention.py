@@ -18,7 +18,7 @@ BYTES = 320 << 20  # of all layers' caches: several times L2
 class Chain:
     """Layers at one position."""
 
-    def __init__(self, gpu, pool, window, position, rows, splits=None):
+    def __init__(self, gpu, pool, window, position, rows, splits=None, shape=None):
         self.gpu = gpu
         self.splits = family.splits_for(RELEASED, window) if splits is None else splits
         self.window = window
@@ -33,14 +33,16 @@ class Chain:
             gpu.array(np.arange(low, low + ROWS, dtype=np.int32)),
             pool[: ROWS * RELEASED.q_width],
             gpu.poison((self.splits, m, HEAD_DIM), np.float32),
-            gpu.poison((self.splits, m), np.float32),
-            gpu.poison((self.splits, m), np.float32),
+            gpu.poison((m, self.splits), np.float32),
+            gpu.poison((m, self.splits), np.float32),
             gpu.array(np.full(HEAD_DIM, 0.1, np.float32)),
             gpu.poison((ROWS, RELEASED.q_width), np.float32),
             gpu.poison((ROWS, RELEASED.q_width), np.float16),
         ]
         positions, q, *rest = (x.data.ptr for x in self.held)
         kernel, second = family.attention(RELEASED, window, self.splits), family.combine(RELEASED, self.splits)
+        if shape is not None:
+            kernel = family.shaped(RELEASED, self.splits, *shape)
         fault, scale = gpu.fault.address, HEAD_DIM**-0.5
         self.attention, self.combine = [], []
         for layer in range(layers):
@@ -88,16 +90,19 @@ def main():
     print(
         f"{'window':>6} {'position':>8} {'rows':>4} {'splits':>6} {'attention':>9} {'GB/s':>5} {'ratio':>6} both  comb"
     )
-    cases = [(0, p << 10, rows, None) for p in (1, 4, 16, 64, 192) for rows in (8, 1)]
-    cases += [(4096, 20_000, rows, splits) for rows in (8, 6, 1) for splits in (66, 33)]
-    cases += [(4096, 1000, 8, None), (512, 20_000, 8, None), (512, 20_000, 1, None)]
-    for window, position, rows, splits in cases:
-        chain = Chain(gpu, pool, window, position, rows, splits)
+    cases = [(0, p << 10, rows, None, None) for p in (1, 4, 16, 64, 192) for rows in (8, 1)]
+    cases += [(0, 192 << 10, 8, 132, shape) for shape in ((2, 4, 1), (1, 4, 1), (1, 6, 1))]
+    cases += [(4096, 20_000, rows, None, None) for rows in (8, 6, 1)]
+    cases += [(4096, 20_000, 8, 66, shape) for shape in ((1, 1, 1), (1, 1, 2))]
+    cases += [(4096, 20_000, rows, 33, shape) for rows in (8, 1) for shape in ((1, 2, 3), (2, 4, 3), (2, 4, 1))]
+    cases += [(4096, 1000, 8, None, None), (512, 20_000, 8, None, None), (512, 20_000, 1, None, None)]
+    for window, position, rows, splits, shape in cases:
+        chain = Chain(gpu, pool, window, position, rows, splits, shape)
         alone, both, combine = chain.times()
         rate = chain.bytes / alone / 1e3
         print(
             f"{window:6} {position:8} {rows:4} {chain.splits:6} {alone:9.2f} {rate:5.0f} {rate / ceiling:6.1%} "
-            f"{both:5.2f} {combine:5.2f}"
+            f"{both:5.2f} {combine:5.2f} {shape or ''}"
         )
     gpu.close()
 

@@ -28,9 +28,14 @@ def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
     the last axis. args.splits must be `splits` (default: `splits_for`).
     """
     splits = splits_for(dims, window) if splits is None else splits
+    m_tiles = -(-ROWS * dims.group // 16)
     single = window > 0 and window // KV_TILE + 2 <= splits  # no split ever has a second tile
-    teams, stages = (1, 2) if single else (2, 6)
-    m_rows = -(-ROWS * dims.group // 16) * 16
+    return shaped(dims, splits, *((1, 1, m_tiles) if single else (2, 6, 1)))
+
+
+def shaped(dims: Dims, splits: int, teams: int, stages: int, m_splits: int) -> Kernel:
+    """`attention` with another share of the work: teams of four warps, stages of 32 KB, blocks of a split's m-tiles."""
+    m_rows = -(-ROWS * dims.group // 16 // m_splits) * 16
     tiles = stages * 2 * KV_TILE * HEAD_DIM * 2
     queries = m_rows * HEAD_DIM * 2
     exchange = teams * m_rows * (KV_TILE * 2 + 32) + m_rows * 4  # probabilities, statistics
@@ -39,11 +44,11 @@ def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
         "attention.cu",
         "attention",
         AttentionArgs,
-        (*common(dims), ("TEAMS", teams), ("STAGES", stages), ("SMEM", smem)),
-        (splits, dims.kv_heads, 1),
+        (*common(dims), ("TEAMS", teams), ("STAGES", stages), ("M_SPLITS", m_splits), ("SMEM", smem)),
+        (splits, dims.kv_heads, m_splits),
         teams * _TEAM,
         smem=smem,
-        max_registers=255,
+        max_registers=128 if m_rows == 16 else 255,
     )
 
 
@@ -52,17 +57,8 @@ def combine(dims: Dims, splits: int) -> Kernel:
 
     Twin: tests' `attended`.
     """
-    warps = 16 if splits > 16 else 8 if splits > 4 else 4
-    return Kernel(
-        "combine.cu",
-        "combine",
-        CombineArgs,
-        (*common(dims), ("SPLITS", splits), ("WARPS", warps)),
-        (dims.q_heads, ROWS, 1),
-        warps * 32,
-        smem=-(-splits // warps) * warps * HEAD_DIM * 4,
-        max_registers=64,
-    )
+    defines = (*common(dims), ("SPLITS", splits))
+    return Kernel("combine.cu", "combine", CombineArgs, defines, (dims.q_heads, ROWS, 4), 256, max_registers=64)
 
 
 def kernels(dims: Dims) -> list[Kernel]:
