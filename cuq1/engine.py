@@ -13,6 +13,7 @@ from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import DecodeStream
 
 Device = Literal["auto", "cpu", "cuda"]
+Activations = Literal["f16", "fp8"]
 
 
 class Engine(Protocol):
@@ -66,24 +67,47 @@ def open_engine(
     tp: int = 1,
     *,
     progress: Callable[[int, int], None] | None = None,
+    activations: Activations = "f16",
 ) -> Engine:
     """Load a checkpoint folder into an engine.
 
-    device: "cpu" is the NumPy engine; "auto" takes the best that there is. tp: the
-    number of ranks whose shares compute (on the CPU one after the other, as a check of
-    the split). progress(done, total) is called as layers are loaded. Raises
-    ConfigError, CheckpointError or DeviceError.
+    device: "cpu" is the NumPy engine, "cuda" one GPU; "auto" takes the GPU where there is a usable one. tp: the
+    number of ranks whose shares compute (on the CPU one after the other, as a check of the split). progress(done,
+    total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3, on the GPU
+    alone. Raises ConfigError, CheckpointError, DeviceError or RequestError.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device must be auto, cpu or cuda, not {device!r}")
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise RequestError(f"tp must be an integer of at least 1, not {tp!r}")
-    if device == "cuda":
-        raise DeviceError("this version of cuq1 has no CUDA engine yet: use --device cpu (or auto)")
+    if activations not in ("f16", "fp8"):
+        raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
+    if device == "cuda" or (device == "auto" and tp == 1 and _usable_gpu()):
+        return _open_cuda(model_dir, tp, progress, activations)
+    if activations != "f16":
+        raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
     return _open_cpu(model_dir, tp, progress)
 
 
+def _usable_gpu() -> bool:
+    from cuq1.cuda.driver import open_device  # noqa: PLC0415  (an engine's imports are paid for by its users)
+
+    try:
+        open_device()
+    except DeviceError:
+        return False
+    return True
+
+
 def _open_cpu(model_dir: str | Path, tp: int, progress: Callable[[int, int], None] | None) -> Engine:
-    from cuq1.reference.engine import ReferenceEngine  # noqa: PLC0415  (an engine's imports are paid for by its users)
+    from cuq1.reference.engine import ReferenceEngine  # noqa: PLC0415
 
     return ReferenceEngine(model_dir, tp, progress=progress)
+
+
+def _open_cuda(
+    model_dir: str | Path, tp: int, progress: Callable[[int, int], None] | None, activations: Activations
+) -> Engine:
+    from cuq1.cuda.engine import CudaEngine  # noqa: PLC0415
+
+    return CudaEngine(model_dir, tp, progress=progress, activations=activations)

@@ -21,6 +21,7 @@ from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
+from cuq1.models.prefill import CHUNK
 from cuq1.plan.dims import MAX_TOP_K
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
@@ -39,7 +40,7 @@ class CudaEngine(SequenceEngine):
     CheckpointError, and DeviceError where there is no usable GPU or too little memory.
     """
 
-    chunk = 2048
+    chunk = CHUNK
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class CudaEngine(SequenceEngine):
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
         self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress)
-        self._prefill = Prefill(self._runtime, self.chunk)
+        self._prefill = Prefill(self._runtime)
         self._host = HostSampler(self._runtime, depth_rule or default_rule())
         self._reset()
 

@@ -13,7 +13,7 @@ from cuq1.cuda.memory import Arena, Mapped, MappedFault
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
-from cuq1.models import prefill, q1
+from cuq1.models import prefill_buffers, q1
 from cuq1.plan.types import Plan
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
@@ -40,7 +40,7 @@ class Runtime:
         self._rule = rule
         self._graphs: dict[tuple[str, int, int], graph.Graph] = {}
         self._closed = False
-        buffers = [*q1.working_buffers(model), *prefill.working_buffers(model)]
+        buffers = [*q1.working_buffers(model), *prefill_buffers.working_buffers(model)]
         self.sizes = {"weights": weights.layout.nbytes, **{b.name: b.bytes for b in buffers if b.name != "fault"}}
         self._arena = Arena(self.sizes)
         self._fault = MappedFault()
