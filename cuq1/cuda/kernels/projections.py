@@ -1,0 +1,54 @@
+"""The attention's projections: q, k and v with norm, RoPE and the cache's write; O with the folded router."""
+
+from cuq1.cuda.abi import OProjArgs, QkvArgs
+from cuq1.cuda.kernels.defines import common
+from cuq1.plan.dims import Dims
+from cuq1.plan.kernel import Kernel
+
+CLUSTER = 8  # blocks of a head in qkv: each has an eighth of K, and finishes one row
+_O_TILES = 2  # tiles of a block in o_proj
+
+
+def qkv(dims: Dims) -> Kernel:
+    """q float16 [rows, q_heads, 128], and k and v float16 into the cache's slots; twin: tests' `projections.qkv`.
+
+    normed: float16 [rows, hidden]; weights: heads of q, k and v as tiles, q's and k's rows in `repack.head_rows` order.
+    """
+    heads = dims.q_heads + 2 * dims.kv_heads
+    return Kernel(
+        "qkv.cu",
+        "qkv",
+        QkvArgs,
+        common(dims),
+        (CLUSTER * heads, 1, 1),
+        288,
+        cluster=CLUSTER,
+        max_registers=168,
+    )
+
+
+def o_proj(dims: Dims, *, moe: bool = True) -> Kernel:
+    """out float32 [rows, hidden]; for a MoE layer also the two parts of the router's logits float32 [rows, experts].
+
+    attended: float16 and float32 [rows, q_heads * 128]; fold: float32 [experts, q_heads * 128 + slice], null where
+    `moe` is false. Twin: tests' `projections.o_proj`, `projections.router`.
+    """
+    narrow = dims.q_width <= 768
+    experts = 4 if narrow else 2  # of a router block: what fits into registers
+    fit = 2 if narrow else 1  # blocks of a multiprocessor
+    blocks = dims.hidden // 16 // _O_TILES + (dims.experts // experts if moe else 0)
+    return Kernel(
+        "o_proj.cu",
+        "o_proj",
+        OProjArgs,
+        (*common(dims), ("MOE", int(moe)), ("TILES", _O_TILES), ("ROUTER_EXPERTS", experts), ("BLOCKS", fit)),
+        (blocks, 1, 1),
+        256,
+        max_registers=128 if narrow else 168,
+        min_blocks=fit,
+    )
+
+
+def kernels(dims: Dims) -> list[Kernel]:
+    """qkv, and o_proj for both kinds of layers."""
+    return [qkv(dims), o_proj(dims), o_proj(dims, moe=False)]

@@ -1,0 +1,246 @@
+// The rank's part of the O projection, and in a MoE layer of the router's logits (folded routing).
+//
+// PRECOND: grid ROUTER_BLOCKS + HIDDEN / 16 / TILES, block THREADS, BLOCKS of them a multiprocessor; all pointers 16-byte aligned, slice_start even.
+// Waits on combine (attended, attended32). Before that it reads weights, scales and fold, and `residual`, which a tail
+// wrote four launches ago: the router's share of the residual is complete when the wait ends.
+// Reads weights and fold once (2.4 and 1.2 MB at 6 heads, hidden 3072, 256 experts), activations once a block; writes
+// rows of out, router_attended and router_residual.
+//
+// Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, straight
+// into registers, and every warp's weights have arrived as halves before the wait. Router blocks: ROUTER_EXPERTS rows
+// of fold, one bulk copy; a warp has half of the columns and two of the tokens, its part of fold in registers. FP32
+// FMAs: a tensor core's operands would lose what routing is to be decided by. Both kinds fit beside each other.
+#include "abi.cuh"
+#include "common/copy.cuh"
+#include "common/pdl.cuh"
+#include "common/projection.cuh"
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * WARP;
+constexpr int K = Q_HEADS * HEAD_DIM;
+constexpr int CHUNKS = K / CHUNK_K;
+constexpr int WARP_CHUNKS = CHUNKS / WARPS;
+constexpr int COLUMNS = WARP_CHUNKS * CHUNK_K;
+constexpr int BLOCK_ROWS = TILES * 16;
+constexpr int PITCH = BLOCK_ROWS + 4;  // floats of a token's rows: tokens 2t, rows g of a warp's stores hit 32 banks
+
+constexpr int ROUTER_BLOCKS = MOE ? EXPERTS / ROUTER_EXPERTS : 0;
+constexpr int FOLD_WIDTH = K + SLICE;
+constexpr int FOLD_BYTES = ROUTER_EXPERTS * FOLD_WIDTH * 4;
+constexpr int K_PARTS = 2;                           // warps along a row of fold
+constexpr int WARP_TOKENS = ROWS / (WARPS / K_PARTS);
+constexpr int VECTORS = K / K_PARTS / (WARP * 4);    // float4 of a lane and token
+constexpr int PAIRS = SLICE / K_PARTS / (WARP * 2);  // float2 of a lane and token, of the residual's slice
+constexpr int LOGITS = WARP_TOKENS * ROUTER_EXPERTS; // of a warp
+
+static_assert(CHUNKS % WARPS == 0 && HIDDEN % BLOCK_ROWS == 0, "whole chunks a warp, whole tiles a block");
+static_assert(BLOCK_ROWS == WARP && ROWS * BLOCK_ROWS == THREADS, "PITCH is 4 modulo 32, a thread stores one sum");
+static_assert(!MOE || (EXPERTS % ROUTER_EXPERTS == 0 && K % (K_PARTS * WARP * 4) == 0 && SLICE % (K_PARTS * WARP * 2) == 0),
+              "whole vectors a lane");
+static_assert(LOGITS == 4 || LOGITS == 8, "a warp's sums are halved with each shuffle until one is left");
+
+struct TileShared {
+    uint8_t tokens[WARPS][ROWS * TOKEN_PITCH<COLUMNS>];
+    float sums[WARPS][ROWS][PITCH];
+};
+struct RouterShared {
+    float fold[ROUTER_EXPERTS][FOLD_WIDTH];
+    float logits[2][K_PARTS][ROWS][ROUTER_EXPERTS];  // of attended, of the residual
+    uint64_t arrived;
+};
+constexpr int SHARED_BYTES =
+    MOE && sizeof(RouterShared) > sizeof(TileShared) ? sizeof(RouterShared) : sizeof(TileShared);
+
+__device__ __forceinline__ void check(const OProjArgs& a, float x) {
+    if (!is_finite(x)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_O_PROJ, a.layer);
+}
+
+// Loaded whether it counts or not: ptxas issues a load that has no condition beside others, and not behind them.
+__device__ __forceinline__ int rows_of(const OProjArgs& a) {
+    const int live = load_l2_int(a.live != nullptr ? a.live : reinterpret_cast<const int*>(a.attended32));
+    return a.live != nullptr ? min_int(a.rows, live) : a.rows;
+}
+
+// Sums over the warp of all x at once: lane l gets that of x[l / (WARP / N)].
+template <int N>
+__device__ __forceinline__ float warp_sums(float (&x)[N]) {
+    const int lane = threadIdx.x % WARP;
+    int offset = WARP / 2;
+#pragma unroll
+    for (int n = N / 2; n > 0; n /= 2, offset /= 2) {
+        const bool upper = (lane & offset) != 0;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const float given = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
+            x[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+        }
+    }
+#pragma unroll
+    for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
+    return x[0];
+}
+
+__device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, int block) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    uint4 raw[TILES][WARP_CHUNKS];
+    float scale[TILES][WARP_CHUNKS];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const int64_t chunk = int64_t(block * TILES + tile) * CHUNKS + warp * WARP_CHUNKS;
+#pragma unroll
+        for (int c = 0; c < WARP_CHUNKS; ++c) {
+            raw[tile][c] = load_weights(a.weights + (chunk + c) * CHUNK_BYTES + lane * 16);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int c = 0; c < WARP_CHUNKS; ++c) {
+            const int head = (warp * WARP_CHUNKS + c) / SCALE_CHUNKS;
+            scale[tile][c] = FP8 ? a.scales[(block * TILES + tile) * Q_HEADS + head] : 1.0f;
+        }
+    }
+    Halves weights[TILES][WARP_CHUNKS];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int c = 0; c < WARP_CHUNKS; ++c) {
+            weights[tile][c] = to_halves(raw[tile][c]);
+        }
+    }
+    Fetch<COLUMNS> fetch(shared.tokens[warp], a.attended + warp * COLUMNS, K, a.rows);
+    if (a.rows < 1) {  // see spoil()
+        fetch.spoil();
+#pragma unroll
+        for (int i = 0; i < TILES * WARP_CHUNKS; ++i) spoil(weights[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+    }
+
+    pdl_wait();
+    pdl_trigger();
+
+    const int rows = rows_of(a);  // on its way beside the tokens
+    fetch.run();
+    float acc[TILES][4] = {};
+#pragma unroll
+    for (int c = 0; c < WARP_CHUNKS; ++c) {
+        const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) accumulate(acc[tile], weights[tile][c], x, scale[tile][c]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.sums[warp][lane % 4 * 2 + i % 2][tile * 16 + lane / 4 + i / 2 * 8] = acc[tile][i];
+        }
+    }
+    __syncthreads();  // all warps' sums are there
+    const int token = threadIdx.x / BLOCK_ROWS, row = threadIdx.x % BLOCK_ROWS;
+    if (token < rows) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][token][row];
+        a.out[token * HIDDEN + block * BLOCK_ROWS + row] = sum;
+        check(a, sum);
+    }
+}
+
+__device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, int block) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int part = warp % K_PARTS, first_token = warp / K_PARTS * WARP_TOKENS;
+    const int first_expert = block * ROUTER_EXPERTS;
+    if (threadIdx.x == 0) {
+        barrier_init(&shared.arrived, 1);
+        barrier_init_fence();
+        barrier_expect(&shared.arrived, FOLD_BYTES);
+        bulk_load(shared.fold, a.fold + int64_t(first_expert) * FOLD_WIDTH, FOLD_BYTES, &shared.arrived);
+    }
+    uint2 residual[WARP_TOKENS][PAIRS];
+    const int slice_column = part * (SLICE / K_PARTS) + lane * 2, column = part * (K / K_PARTS) + lane * 4;
+#pragma unroll
+    for (int token = 0; token < WARP_TOKENS; ++token) {
+        const int row = min_int(first_token + token, a.rows - 1);  // beyond them, memory that exists
+        const float* const x = a.residual + row * HIDDEN + a.slice_start + slice_column;
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) residual[token][j] = load_l2_8(x + j * WARP * 2);
+    }
+    __syncthreads();  // the mbarrier is initialised
+    barrier_wait(&shared.arrived, 0, a.fault, KERNEL_O_PROJ, a.layer);
+
+    float sums[LOGITS] = {};
+#pragma unroll
+    for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            const float2 w = *reinterpret_cast<const float2*>(&shared.fold[expert][K + slice_column + j * WARP * 2]);
+#pragma unroll
+            for (int token = 0; token < WARP_TOKENS; ++token) {
+                float& sum = sums[token * ROUTER_EXPERTS + expert];
+                sum += w.x * __uint_as_float(residual[token][j].x);
+                sum += w.y * __uint_as_float(residual[token][j].y);
+            }
+        }
+    }
+    const int logit = lane / (WARP / LOGITS);  // what a lane holds of a warp's sums; the first of its group stores it
+    const int token_of = first_token + logit / ROUTER_EXPERTS, expert_of = logit % ROUTER_EXPERTS;
+    const float of_residual = warp_sums(sums);
+    if (lane % (WARP / LOGITS) == 0) shared.logits[1][part][token_of][expert_of] = of_residual;
+
+    float4 fold[ROUTER_EXPERTS][VECTORS];
+#pragma unroll
+    for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) {
+            fold[expert][j] = *reinterpret_cast<const float4*>(&shared.fold[expert][column + j * WARP * 4]);
+        }
+    }
+
+    pdl_wait();
+    pdl_trigger();
+
+    uint4 attended[WARP_TOKENS][VECTORS];
+#pragma unroll
+    for (int token = 0; token < WARP_TOKENS; ++token) {
+        const float* const x = a.attended32 + min_int(first_token + token, a.rows - 1) * K + column;
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) attended[token][j] = load_l2_16(x + j * WARP * 4);
+    }
+    const int rows = rows_of(a);
+#pragma unroll
+    for (int token = 0; token < WARP_TOKENS; ++token) {
+#pragma unroll
+        for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < VECTORS; ++j) {
+                const float4 w = fold[expert][j];
+                const uint4 x = attended[token][j];
+                sum += w.x * __uint_as_float(x.x) + w.y * __uint_as_float(x.y);
+                sum += w.z * __uint_as_float(x.z) + w.w * __uint_as_float(x.w);
+            }
+            sums[token * ROUTER_EXPERTS + expert] = sum;
+        }
+    }
+    const float of_attended = warp_sums(sums);
+    if (lane % (WARP / LOGITS) == 0) shared.logits[0][part][token_of][expert_of] = of_attended;
+    __syncthreads();  // both halves of all columns are there
+    const int which = threadIdx.x / (ROWS * ROUTER_EXPERTS), rest = threadIdx.x % (ROWS * ROUTER_EXPERTS);
+    const int token = rest / ROUTER_EXPERTS, expert = rest % ROUTER_EXPERTS;
+    if (which < 2 && token < rows) {
+        const float sum = shared.logits[which][0][token][expert] + shared.logits[which][1][token][expert];
+        (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert] = sum;
+        check(a, sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) o_proj(const __grid_constant__ OProjArgs a) {
+    __shared__ __align__(128) uint8_t shared[SHARED_BYTES];
+    const int block = blockIdx.x;
+    if constexpr (MOE) {
+        if (block < ROUTER_BLOCKS) {
+            route(a, *reinterpret_cast<RouterShared*>(shared), block);
+            return;
+        }
+    }
+    project(a, *reinterpret_cast<TileShared*>(shared), block - ROUTER_BLOCKS);
+}

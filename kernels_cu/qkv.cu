@@ -1,0 +1,223 @@
+// q, k and v of a layer: projection, RMS norm and RoPE of each head of q and k, and the write of k and v into the cache.
+//
+// PRECOND: grid CLUSTER * (Q_HEADS + 2 * KV_HEADS) in clusters of CLUSTER, block THREADS; weights, normed and caches
+// 16-byte aligned; rows of q and k heads in the order of repack.head_rows; positions of live rows differ modulo `slots`.
+// Waits on the kernel that wrote normed (a tail, embed, entry_norm); reads weights, norms and frequencies before that.
+// Reads the weights once (48 KB a block at hidden 3072 in FP8) and 2 * HIDDEN bytes a row and head; writes 256 bytes a
+// row and head. Positions may come in any order: a row is computed and stored by itself.
+//
+// A cluster has a head, and a block of it HIDDEN / CLUSTER columns of all 128 rows: so a block reads an eighth of the
+// activations after the wait (6 KB, where a block with all of K would read 48), and all its weights already lie in
+// registers, as halves. The blocks' sums are exchanged once, and by token: block r receives all of row r, so that norm
+// and RoPE need no second exchange. It comes by st.async on an mbarrier of the receiver, which costs one trip instead
+// of a cluster barrier's round. A ninth warp receives: while the others multiply it has the angles ready.
+#include "abi.cuh"
+#include "common/copy.cuh"
+#include "common/kv.cuh"
+#include "common/pdl.cuh"
+#include "common/projection.cuh"
+#include "common/reduce.cuh"
+
+constexpr int CLUSTER = 8;
+constexpr int MMA_WARPS = 8;
+constexpr int MMA_THREADS = MMA_WARPS * WARP;
+constexpr int THREADS = MMA_THREADS + WARP;
+constexpr int TILES = HEAD_DIM / 16;
+constexpr int CHUNKS = HIDDEN / CHUNK_K;        // of a tile
+constexpr int BLOCK_CHUNKS = CHUNKS / CLUSTER;  // of them, a block's
+constexpr int K_GROUPS = BLOCK_CHUNKS % 4 == 0 ? 4 : BLOCK_CHUNKS % 2 == 0 ? 2 : 1;  // of warps, along K
+constexpr int WARP_CHUNKS = BLOCK_CHUNKS / K_GROUPS;
+constexpr int COLUMNS = WARP_CHUNKS * CHUNK_K;
+constexpr int WARP_TILES = TILES * K_GROUPS / MMA_WARPS;
+constexpr int PITCH = HEAD_DIM + 4;  // floats of a token's rows: tokens 2t, rows g of a warp's stores hit 32 banks
+constexpr int PAIRS = ROTARY / 2;
+constexpr int LANE_DIMS = HEAD_DIM / WARP;
+constexpr float HALF_LIMIT = 65504.0f;
+
+static_assert(ROWS == CLUSTER && ROWS == MMA_WARPS, "block r finishes row r, and warp r sends it there");
+static_assert(HIDDEN % (CLUSTER * CHUNK_K) == 0 && (!FP8 || HIDDEN % SCALE_K == 0), "whole chunks a block");
+static_assert(TILES * K_GROUPS % MMA_WARPS == 0, "whole tiles a warp");
+static_assert(ROTARY % 16 == 0 && PAIRS <= WARP && LANE_DIMS == 4, "pairs are two lanes apart, a lane has one angle");
+
+__device__ __forceinline__ uint32_t in_block(uint32_t shared, uint32_t rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+    return address;
+}
+
+__device__ __forceinline__ void send(uint32_t address, float4 x, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+        : "memory");
+}
+
+// Turns of position * inverse_frequency, less whole ones: in double, since a large float is of another angle.
+__device__ __forceinline__ float turns_of(int position, double inverse_frequency) {
+    const double turns = position * (inverse_frequency * 0.15915494309189535);  // 1 / (2 pi)
+    return float(turns - rint(turns));
+}
+
+struct Head {
+    int number;  // of q, then of k, then of v
+    bool is_q, is_k;
+};
+
+struct Shared {
+    uint8_t tokens[MMA_WARPS][ROWS * TOKEN_PITCH<COLUMNS>];
+    float sums[K_GROUPS][ROWS][PITCH];
+    float received[CLUSTER][HEAD_DIM];  // a row's sums, from each block of the cluster
+    uint64_t arrived;
+    int rows;
+};
+
+// The live rows, and the position of `row` if it is one. One load for both: two would be two trips, since ptxas moves
+// the second one behind the first one's use. Called by a whole warp.
+__device__ __forceinline__ int2 rows_and_position(const QkvArgs& a, int row) {
+    const bool counted = a.live != nullptr;
+    const int* const position = a.positions + min_int(row, a.rows - 1);
+    const int loaded = load_l2_int(counted && threadIdx.x % WARP == 0 ? a.live : position);
+    const int live = __shfl_sync(0xffffffffu, loaded, 0);
+    return make_int2(counted ? min_int(live, a.rows) : a.rows, __shfl_sync(0xffffffffu, loaded, 1));
+}
+
+// Norm, RoPE and store of one row of a head. Lane l has stored rows 4l .. 4l + 3, which are dimensions `dim` .. + 3.
+__device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head head, int row, float4 weight, int dim,
+                                       double inverse_frequency) {
+    const int lane = threadIdx.x % WARP;
+    const int2 found = rows_and_position(a, row);
+    const int rows = found.x, position = found.y;
+    if (lane == 0) shared.rows = rows;
+    asm volatile("bar.arrive 1, %0;" ::"n"(THREADS) : "memory");  // the other warps may read it behind their barrier
+    if (row >= rows) return;
+    float sine, cosine;
+    sincospif(2.0f * turns_of(position, inverse_frequency), &sine, &cosine);
+    f16* out;
+    if (head.is_q) {
+        out = a.q + (row * Q_HEADS + head.number) * HEAD_DIM + dim;
+    } else {
+        f16* const cache = head.is_k ? a.k_cache : a.v_cache;
+        const int64_t kv_head = (head.number - Q_HEADS) % KV_HEADS;
+        out = cache + kv_head * a.slots * HEAD_DIM + kv_offset(position % a.slots, dim);
+    }
+
+    barrier_wait(&shared.arrived, 0, a.fault, KERNEL_QKV, a.layer);
+    float x[LANE_DIMS] = {};
+#pragma unroll
+    for (int block = 0; block < CLUSTER; ++block) {
+        const float4 part = *reinterpret_cast<const float4*>(&shared.received[block][lane * LANE_DIMS]);
+        x[0] += part.x, x[1] += part.y, x[2] += part.z, x[3] += part.w;
+    }
+    const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+    const float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+    const bool normed = head.is_q || head.is_k;
+    if (!is_finite(squares) || (!normed && most > HALF_LIMIT)) {
+        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_QKV, a.layer);
+    }
+
+    if (normed) {
+        const float inverse = rsqrtf(squares * (1.0f / HEAD_DIM) + EPS);
+        x[0] *= inverse * weight.x, x[1] *= inverse * weight.y, x[2] *= inverse * weight.z, x[3] *= inverse * weight.w;
+        const bool second = (lane & 2) != 0;
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i) {
+            const int pair = lane / 4 * 8 + (lane & 1) * 4 + i;
+            const float other = __shfl_xor_sync(0xffffffffu, x[i], 2);
+            const float c = __shfl_sync(0xffffffffu, cosine, pair), s = __shfl_sync(0xffffffffu, sine, pair);
+            if (lane < ROTARY / LANE_DIMS) x[i] = x[i] * c + (second ? other : -other) * s;
+        }
+    }
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER) qkv(const __grid_constant__ QkvArgs a) {
+    __shared__ __align__(16) Shared shared;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int rank = blockIdx.x % CLUSTER;
+    const Head head{int(blockIdx.x) / CLUSTER, int(blockIdx.x) / CLUSTER < Q_HEADS,
+                    int(blockIdx.x) / CLUSTER >= Q_HEADS && int(blockIdx.x) / CLUSTER < Q_HEADS + KV_HEADS};
+
+    if (threadIdx.x == MMA_THREADS) {
+        barrier_init(&shared.arrived, 1);
+        barrier_expect(&shared.arrived, sizeof(shared.received));
+        barrier_init_fence();
+    }
+    __syncwarp();
+    // The other blocks may send once this block's mbarrier is there; they wait for it at the end of their prologues.
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+
+    if (warp == MMA_WARPS) {
+        int dim = lane * LANE_DIMS;
+        if ((head.is_q || head.is_k) && dim < ROTARY) dim = lane / 4 * 8 + (lane & 1) * 4 + (lane & 2) / 2 * PAIRS;
+        float4 weight = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (head.is_q || head.is_k) weight = *reinterpret_cast<const float4*>((head.is_q ? a.q_norm : a.k_norm) + dim);
+        const double inverse_frequency = a.inverse_frequencies[lane % PAIRS];
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every thread that arrived must wait
+        pdl_wait();
+        pdl_trigger();
+        finish(a, shared, head, rank, weight, dim, inverse_frequency);
+        return;
+    }
+
+    const int k_group = warp % K_GROUPS, first_tile = warp / K_GROUPS * WARP_TILES;
+    const int first_chunk = rank * BLOCK_CHUNKS + k_group * WARP_CHUNKS;
+    uint4 raw[WARP_TILES][WARP_CHUNKS];
+#pragma unroll
+    for (int tile = 0; tile < WARP_TILES; ++tile) {
+        const int64_t chunk = (int64_t(head.number) * TILES + first_tile + tile) * CHUNKS + first_chunk;
+#pragma unroll
+        for (int c = 0; c < WARP_CHUNKS; ++c) {
+            raw[tile][c] = load_weights(a.weights + (chunk + c) * CHUNK_BYTES + lane * 16);
+        }
+    }
+    float scale[WARP_CHUNKS];
+#pragma unroll
+    for (int c = 0; c < WARP_CHUNKS; ++c) {
+        scale[c] = FP8 ? a.scales[head.number * (HIDDEN / SCALE_K) + (first_chunk + c) / SCALE_CHUNKS] : 1.0f;
+    }
+    Halves weights[WARP_TILES][WARP_CHUNKS];
+#pragma unroll
+    for (int tile = 0; tile < WARP_TILES; ++tile) {
+#pragma unroll
+        for (int c = 0; c < WARP_CHUNKS; ++c) {
+            weights[tile][c] = to_halves(raw[tile][c]);
+        }
+    }
+    Fetch<COLUMNS> fetch(shared.tokens[warp], a.normed + first_chunk * CHUNK_K, HIDDEN, a.rows);
+    if (a.rows < 1) {  // see spoil()
+        fetch.spoil();
+#pragma unroll
+        for (int i = 0; i < WARP_TILES * WARP_CHUNKS; ++i) spoil(weights[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+    }
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks run, and can receive
+
+    pdl_wait();
+    pdl_trigger();
+
+    fetch.run();
+    float acc[WARP_TILES][4] = {};
+#pragma unroll
+    for (int c = 0; c < WARP_CHUNKS; ++c) {
+        const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
+#pragma unroll
+        for (int tile = 0; tile < WARP_TILES; ++tile) accumulate(acc[tile], weights[tile][c], x, scale[c]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < WARP_TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.sums[k_group][lane % 4 * 2 + i % 2][(first_tile + tile) * 16 + lane / 4 + i / 2 * 8] = acc[tile][i];
+        }
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // the sums of all groups are there, and `rows`
+    if (warp >= shared.rows) return;  // nobody waits for a dead row
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int group = 0; group < K_GROUPS; ++group) {
+        const float4 part = *reinterpret_cast<const float4*>(&shared.sums[group][warp][lane * 4]);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    // A receiver ends only after it has everything, so its shared memory is there for as long as anyone writes to it.
+    send(in_block(shared_address(&shared.received[rank][lane * 4]), warp), sum,
+         in_block(shared_address(&shared.arrived), warp));
+}
