@@ -108,17 +108,19 @@ def block_scales(linears: Sequence[Linear], row_step: int, col_step: int) -> F32
     linears: FP8 shares of one shape, of unsplit matrices of one shape. Raises ValueError where a piece would lie in
     more than one block.
     """
-    rows = np.stack([_blocks(linear, linear.row0, linear.shape[0], row_step) for linear in linears])
-    cols = np.stack([_blocks(linear, linear.col0, linear.shape[1], col_step) for linear in linears])
+    rows = _blocks(linears, [linear.row0 for linear in linears], linears[0].shape[0], row_step)
+    cols = _blocks(linears, [linear.col0 for linear in linears], linears[0].shape[1], col_step)
     grids: NDArray[Any] = np.stack([linear.scale_inv for linear in linears])  # type: ignore[misc]
     number = np.arange(len(linears))[:, None, None]
     return np.ascontiguousarray(grids[number, rows[:, :, None], cols[:, None, :]], np.float32)
 
 
-def _blocks(linear: Linear, first: int, size: int, step: int) -> NDArray[np.intp]:
-    """The block of each piece of `step` rows or columns from `first` on."""
-    begin = first + np.arange(0, size, step)
+def _blocks(linears: Sequence[Linear], first: Sequence[int], size: int, step: int) -> NDArray[np.intp]:
+    """The blocks of pieces of `step` rows or columns from a share's `first` on: [linears, size / step]."""
+    begin = np.array(first)[:, None] + np.arange(0, size, step)
     found = begin // BLOCK
-    if size % step or ((begin + step - 1) // BLOCK != found).any():
-        raise ValueError(f"{linear.source}: pieces of {step} from {first} on cross a block's border")
+    crossing = ((begin + step - 1) // BLOCK != found).any(axis=1)
+    if size % step or crossing.any():
+        linear = linears[int(crossing.argmax())]
+        raise ValueError(f"{linear.source}: pieces of {step} of its {size} rows or columns cross a block's border")
     return found

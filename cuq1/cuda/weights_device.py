@@ -9,7 +9,6 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cuq1.cuda.abi import FillArgs, FoldArgs, PackArgs
@@ -17,12 +16,10 @@ from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.kernels import packing
 from cuq1.cuda.launch import launch
 from cuq1.cuda.module import Function, build
-from cuq1.cuda.weights import LayerLayout, Layout, RankWeights, Tensor
+from cuq1.cuda.weights import LayerLayout, Layout, RankWeights
 from cuq1.cuda.weights_load import NO_REPORT, PIECE_BYTES, Bytes, Fold, Piece, Progress, fold_of, load
-from cuq1.plan.dims import HEAD_DIM
+from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, Fill, fills
 from cuq1.plan.kernel import Kernel
-
-_FILL_E4M3, _FILL_BF16, _FILL_F32, _FILL_F16 = range(4)
 
 
 def load_weights(weights: RankWeights, address: int, stream: int, progress: Progress | None = None) -> None:
@@ -42,7 +39,7 @@ def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> 
     """
     with DeviceArena(address, stream) as arena:
         arena.clear(layout.nbytes)
-        for number, fill in enumerate(_fills(layout)):
+        for number, fill in enumerate(fills(layout)):
             arena.fill(fill, seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03)
         for layer, plan in enumerate(layout.layers):
             if plan.moe:
@@ -164,8 +161,8 @@ class DeviceArena:
         """Zeros all of the arena."""
         check(self._driver.cuMemsetD8Async(self._driver.CUdeviceptr(self.address), 0, nbytes, self._handle))
 
-    def fill(self, fill: "_Fill", seed: int) -> None:
-        per_word = {_FILL_E4M3: 16, _FILL_F32: 1}.get(fill.kind, 8)
+    def fill(self, fill: Fill, seed: int) -> None:
+        per_word = {FILL_E4M3: 16, FILL_F32: 1}.get(fill.kind, 8)
         args = FillArgs(
             target=self.address + fill.offset,
             runs=fill.runs,
@@ -218,86 +215,3 @@ def _function(entry: str) -> Function:
         "fill": packing.fill(1),
     }[entry]
     return build(kernel)
-
-
-@dataclass(frozen=True)
-class _Fill:
-    """Random numbers: `runs` runs of `run` elements, `stride` bytes apart."""
-
-    offset: int
-    runs: int
-    run: int
-    stride: int
-    kind: int
-    mean: float = 0.0
-    deviation: float = 0.0
-
-
-def _fills(layout: Layout) -> list[_Fill]:
-    """What fills every tensor but folded routing."""
-    fills = [_whole(layout.tensors["embed"], _FILL_BF16, 0.0, 1.0), *_norms(layout, "norm")]
-    hidden = layout.config.hidden_size
-    fills.append(_whole(layout.tensors["lm_head"], _FILL_F16, 0.0, hidden**-0.5))
-    for number, plan in enumerate(layout.layers):
-        fills += _layer_fills(layout, number, plan)
-    if layout.draft is not None:
-        fills += [
-            _whole(layout.tensors["draft.embed"], _FILL_BF16, 0.0, 1.0),
-            _whole(layout.tensors["draft.eh_proj"], _FILL_F16, 0.0, (2 * hidden) ** -0.5),
-            _whole(layout.tensors["draft.lm_head"], _FILL_F16, 0.0, hidden**-0.5),
-            *_norms(layout, "draft.enorm", "draft.hnorm", "draft.final_norm"),
-            *_layer_fills(layout, -1, layout.draft),
-        ]
-    return fills
-
-
-def _layer_fills(layout: Layout, number: int, plan: LayerLayout) -> list[_Fill]:
-    tensors, prefix, hidden = layout.tensors, plan.prefix, layout.config.hidden_size
-    width = layout.dims(number).q_heads * HEAD_DIM
-    fills = [_whole(tensors[f"{prefix}sink_k"], _FILL_F32, 0.0, 1.0)]
-    fills += _norms(
-        layout,
-        *(
-            f"{prefix}{name}"
-            for name in ("attention_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm", "q_norm", "k_norm")
-        ),
-    )
-    if plan.moe:  # larger than 1 / sqrt(hidden), so that routing has preferences
-        fills.append(_whole(tensors[f"{prefix}router"], _FILL_F32, 0.0, 2 * hidden**-0.5))
-    for part, k in (("qkv", hidden), ("o", width)):
-        fills += _matrix_fills(layout, f"{prefix}{part}", k * (layout.tp if part == "o" else 1))
-    fills += _matrix_fills(layout, f"{prefix}down", plan.inner * (layout.tp if plan.moe else layout.tp * plan.groups))
-    gate_up = tensors[f"{prefix}gate_up"]
-    if not plan.fp8_experts:
-        return [*fills, _whole(gate_up, _FILL_F16, 0.0, hidden**-0.5)]
-    units, unit = gate_up.shape[0] * gate_up.shape[1], gate_up.shape[2]
-    scale = _code_scale(hidden)
-    return [
-        *fills,
-        _Fill(gate_up.offset, units, 16 * hidden, unit, _FILL_E4M3),
-        _Fill(gate_up.offset + 16 * hidden, units, hidden // 64, unit, _FILL_F32, scale, scale / 8),
-    ]
-
-
-def _matrix_fills(layout: Layout, name: str, k: int) -> list[_Fill]:
-    """`name`.weights and .scales, of a matrix whose sums run over k columns."""
-    weights, scales = layout.tensors[f"{name}.weights"], layout.tensors.get(f"{name}.scales")
-    if scales is None:
-        return [_whole(weights, _FILL_F16, 0.0, k**-0.5)]
-    scale = _code_scale(k)
-    return [_whole(weights, _FILL_E4M3, 0.0, 0.0), _whole(scales, _FILL_F32, scale, scale / 8)]
-
-
-def _norms(layout: Layout, *names: str) -> list[_Fill]:
-    return [_whole(layout.tensors[name], _FILL_F32, 1.0, 0.1) for name in names if name in layout.tensors]
-
-
-def _whole(tensor: Tensor, kind: int, mean: float, deviation: float) -> _Fill:
-    element = {_FILL_E4M3: 1, _FILL_F32: 4}.get(kind, 2)
-    return _Fill(tensor.offset, 1, tensor.nbytes // element, tensor.nbytes, kind, mean, deviation)
-
-
-def _code_scale(k: int) -> float:
-    """The scale with which random codes have a deviation of 1 / sqrt(k)."""
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return float((np.square(values[np.isfinite(values)]).mean() * k) ** -0.5)

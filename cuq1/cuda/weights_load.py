@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -129,15 +130,16 @@ def load(weights: RankWeights, arena: Arena, progress: Progress | None = None) -
     """
     threads = min(_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
-        _Loader(weights, arena, pool).run(progress)
+        _Loader(weights, arena, pool, threads).run(progress)
 
 
 class _Loader:
-    def __init__(self, weights: RankWeights, arena: Arena, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, weights: RankWeights, arena: Arena, pool: ThreadPoolExecutor, threads: int) -> None:
         self.weights = weights
         self.layout: Layout = weights.layout
         self.arena = arena
         self.pool = pool
+        self.threads = threads
         self.written: list[tuple[int, int]] = []
         self.sources: list[Callable[[int], str]] = []  # of each job: from row / 8 to the tensor
 
@@ -253,7 +255,7 @@ class _Loader:
             staged = self.arena.stage(2 * count * k).reshape(count, 2 * k)
             part = linear.part(slice(top, top + count))
             cuts = [slice(first, first + step) for first in range(0, count, step)]
-            list(self.pool.map(_fetch_bf16, [staged[cut] for cut in cuts], [part.part(cut) for cut in cuts]))
+            self._side_by_side([partial(_fetch_bf16, staged[cut], part.part(cut)) for cut in cuts])
             self.arena.table(tensor.offset + 2 * top * k, count, k, (job << 40) + (top // 8 << 8))
             self.written.append((tensor.offset + 2 * top * k, 2 * count * k))
 
@@ -292,19 +294,24 @@ class _Loader:
         width = piece.k * ELEMENT_BYTES[piece.kind]
         rows = staged[: piece.tiles * TILE * width].reshape(-1, width)
         tails = staged[piece.tiles * TILE * width :].reshape(piece.tiles, piece.tail)
-        targets, linears, tile = [], [], 0
+        fetches, tile = [], 0
         for item in items:
             mine = rows[tile * TILE : (tile + item.tiles) * TILE]
             for fetch in item.fetches:
                 runs = mine.reshape(-1, fetch.period, width)
-                targets.append(runs[:, fetch.start : fetch.stop])
-                linears.append(fetch.linear)
+                fetches.append(partial(_fetch, runs[:, fetch.start : fetch.stop], fetch.linear, piece.kind))
                 if len(item.fetches) == 1 and fetch.stop < fetch.period:
                     runs[:, fetch.stop :] = 0
             if item.tails is not None:
                 tails[tile : tile + item.tiles] = item.tails
             tile += item.tiles
-        list(self.pool.map(_fetch, targets, linears, [piece.kind] * len(targets)))
+        self._side_by_side(fetches)
+
+    def _side_by_side(self, fetches: Sequence[Callable[[], None]]) -> None:
+        """Runs all of them; several a task, since handing over a task takes as long as copying a small matrix."""
+        size = -(-len(fetches) // (4 * self.threads))
+        tasks = [fetches[first : first + size] for first in range(0, len(fetches), size)]
+        list(self.pool.map(_run, tasks))
 
     def _job(self, source: Callable[[int], str]) -> int:
         self.sources.append(source)
@@ -398,6 +405,11 @@ def _kind(linears: Sequence[Linear], *, fp8: bool) -> int:
     if fp8:
         return E4M3
     return BF16 if all(linear.weight.dtype == _BF16 for linear in linears) else F32
+
+
+def _run(fetches: Sequence[Callable[[], None]]) -> None:
+    for fetch in fetches:
+        fetch()
 
 
 def _fetch(target: Bytes, linear: Linear, kind: int) -> None:

@@ -248,8 +248,9 @@ def test_random_weights(gpu):
         random_weights(layout, base, gpu.stream, seed=7)
         assert bool((data[: 2 << 30] == again).all())
         random_weights(layout, base, gpu.stream, seed=8)
-        assert float((data[: 1 << 28] == again[: 1 << 28]).mean()) < 0.1
-        del again
+        codes = layout.tensors["layers.0.down.weights"]
+        share = float((data[codes.offset : codes.end] == again[codes.offset : codes.end]).mean())
+        assert share < 1.1 / 254  # equal by chance
     finally:
         arena.close()
 

@@ -9,10 +9,11 @@ from numpy.lib.stride_tricks import as_strided
 
 from cuq1.checkpoint import Checkpoint, DenseShare, Linear
 from cuq1.checkpoint.shares import leaves
-from cuq1.config import load_config, parse_target
+from cuq1.config import load_config, parse_draft, parse_target
 from cuq1.cuda import repack, weights_load
 from cuq1.cuda.weights import Precision, rank_weights, weights_plan
 from cuq1.cuda.weights_host import HostArena
+from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, fills
 from cuq1.errors import CheckpointError, ConfigError
 from cuq1.plan import cost
 from tests.checkpoint_files import edit
@@ -483,3 +484,31 @@ def test_nano_at_one_and_two_ranks():
         for number in (0, 4, -1):
             share = weights.draft.layer if number < 0 else weights.target.layers[number]
             assert differs(unpacked(arena, weights.layout, number), expected(share)) == set()
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_random_weights_fill_every_tensor_once(fp8):
+    """But folded routing, which is computed, and what pads a unit's scales, which stays zero."""
+    target, draft = tiny_config(**SIZES)
+    config = parse_target(target)
+    precision = Precision(fp8, fp8)
+    layout = weights_plan(
+        config, parse_draft(draft, config), 2, 1, precisions=[precision] * 2, draft_precision=precision
+    )
+    times = np.zeros(layout.nbytes, np.uint8)
+    for fill in fills(layout):
+        size = fill.run * {FILL_E4M3: 1, FILL_F32: 4}.get(fill.kind, 2)
+        assert fill.kind == FILL_F32 or (size % 16 == 0 and fill.offset % 16 == 0 and fill.stride % 16 == 0)
+        as_strided(times[fill.offset :], (fill.runs, size), (fill.stride, 1))[...] += 1
+    for name, tensor in layout.tensors.items():
+        filled = times[tensor.offset : tensor.end].reshape(tensor.shape[:-1] + (-1,))
+        if name.endswith("fold"):
+            assert not filled.any()
+        elif name.endswith("gate_up") and fp8:
+            assert (filled[..., : 16 * 256 + 16] == 1).all()
+            assert not filled[..., 16 * 256 + 16 :].any()
+        else:
+            assert (filled == 1).all(), name
+    assert times.sum() == sum(
+        fill.runs * fill.run * {FILL_E4M3: 1, FILL_F32: 4}.get(fill.kind, 2) for fill in fills(layout)
+    )

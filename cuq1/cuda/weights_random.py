@@ -1,0 +1,94 @@
+"""Which random numbers each tensor of an arena is filled with, so that every product's results are of order 1."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from cuq1.cuda.weights import LayerLayout, Layout, Tensor
+from cuq1.plan.dims import HEAD_DIM
+
+FILL_E4M3, FILL_BF16, FILL_F32, FILL_F16 = range(4)  # FillArgs.kind
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Random numbers: `runs` runs of `run` elements, `stride` bytes apart."""
+
+    offset: int
+    runs: int
+    run: int
+    stride: int
+    kind: int
+    mean: float = 0.0
+    deviation: float = 0.0
+
+
+def fills(layout: Layout) -> list[Fill]:
+    """What fills every tensor but folded routing."""
+    found = [_whole(layout.tensors["embed"], FILL_BF16, 0.0, 1.0), *_norms(layout, "norm")]
+    hidden = layout.config.hidden_size
+    found.append(_whole(layout.tensors["lm_head"], FILL_F16, 0.0, hidden**-0.5))
+    for number, plan in enumerate(layout.layers):
+        found += _layer_fills(layout, number, plan)
+    if layout.draft is not None:
+        found += [
+            _whole(layout.tensors["draft.embed"], FILL_BF16, 0.0, 1.0),
+            _whole(layout.tensors["draft.eh_proj"], FILL_F16, 0.0, (2 * hidden) ** -0.5),
+            _whole(layout.tensors["draft.lm_head"], FILL_F16, 0.0, hidden**-0.5),
+            *_norms(layout, "draft.enorm", "draft.hnorm", "draft.final_norm"),
+            *_layer_fills(layout, -1, layout.draft),
+        ]
+    return found
+
+
+def _layer_fills(layout: Layout, number: int, plan: LayerLayout) -> list[Fill]:
+    tensors, prefix, hidden = layout.tensors, plan.prefix, layout.config.hidden_size
+    width = layout.dims(number).q_heads * HEAD_DIM
+    found = [_whole(tensors[f"{prefix}sink_k"], FILL_F32, 0.0, 1.0)]
+    found += _norms(
+        layout,
+        *(
+            f"{prefix}{name}"
+            for name in ("attention_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm", "q_norm", "k_norm")
+        ),
+    )
+    if plan.moe:  # larger than 1 / sqrt(hidden), so that routing has preferences
+        found.append(_whole(tensors[f"{prefix}router"], FILL_F32, 0.0, 2 * hidden**-0.5))
+    for part, k in (("qkv", hidden), ("o", width)):
+        found += _matrix_fills(layout, f"{prefix}{part}", k * (layout.tp if part == "o" else 1))
+    found += _matrix_fills(layout, f"{prefix}down", plan.inner * (layout.tp if plan.moe else layout.tp * plan.groups))
+    gate_up = tensors[f"{prefix}gate_up"]
+    if not plan.fp8_experts:
+        return [*found, _whole(gate_up, FILL_F16, 0.0, hidden**-0.5)]
+    units, unit = gate_up.shape[0] * gate_up.shape[1], gate_up.shape[2]
+    scale = _code_scale(hidden)
+    return [
+        *found,
+        Fill(gate_up.offset, units, 16 * hidden, unit, FILL_E4M3),
+        Fill(gate_up.offset + 16 * hidden, units, hidden // 64, unit, FILL_F32, scale, scale / 8),
+    ]
+
+
+def _matrix_fills(layout: Layout, name: str, k: int) -> list[Fill]:
+    """`name`.weights and .scales, of a matrix whose sums run over k columns."""
+    weights, scales = layout.tensors[f"{name}.weights"], layout.tensors.get(f"{name}.scales")
+    if scales is None:
+        return [_whole(weights, FILL_F16, 0.0, k**-0.5)]
+    scale = _code_scale(k)
+    return [_whole(weights, FILL_E4M3, 0.0, 0.0), _whole(scales, FILL_F32, scale, scale / 8)]
+
+
+def _norms(layout: Layout, *names: str) -> list[Fill]:
+    return [_whole(layout.tensors[name], FILL_F32, 1.0, 0.1) for name in names if name in layout.tensors]
+
+
+def _whole(tensor: Tensor, kind: int, mean: float, deviation: float) -> Fill:
+    element = {FILL_E4M3: 1, FILL_F32: 4}.get(kind, 2)
+    return Fill(tensor.offset, 1, tensor.nbytes // element, tensor.nbytes, kind, mean, deviation)
+
+
+def _code_scale(k: int) -> float:
+    """The scale with which random codes have a deviation of 1 / sqrt(k)."""
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return float((np.square(values[np.isfinite(values)]).mean() * k) ** -0.5)
