@@ -1,17 +1,28 @@
 """Time of each prefill kernel at the released sizes, and the tokens a second that they add up to.
 
     python -m tests.kernels.prefill_speed [rows] [history]
+    python -m tests.kernels.prefill_speed prompt [tokens] ...
 
-One rank's share at TP8, without exchanges; embed and the tails are memory passes that other tests time.
+One rank's share at TP8, without exchanges. The first form times kernels (embed and the tails are memory passes that
+other tests time), the second whole prompts of a model with random weights, from the host's first launch to the end.
 """
 
 import sys
+import time
 
 import numpy as np
 
+from cuq1.config import load_config
 from cuq1.cuda import abi, repack
+from cuq1.cuda.chunks import Chunks
 from cuq1.cuda.kernels import prefill
+from cuq1.cuda.memory import Arena
+from cuq1.cuda.weights import weights_plan
+from cuq1.cuda.weights_device import random_weights
+from cuq1.models import q1
+from cuq1.models.prefill import CHUNK, Chunk, chunk_steps, working_buffers
 from cuq1.plan.dims import HEAD_DIM
+from tests import paths
 from tests.kernels.harness import Gpu
 from tests.kernels.shapes import RELEASED
 
@@ -115,5 +126,45 @@ def main(rows=2048, history=6144):
     print(f"88 layers: {whole / 1e3:.1f} ms, {rows / whole * 1e6:.0f} tokens/s without embed and tails")
 
 
+def prompts(*lengths):
+    """Whole prompts through all layers and the draft's cache."""
+    gpu = Gpu()
+    config, draft = load_config(paths.RELEASED)
+    layout = weights_plan(config, draft, 8)
+    model = q1.resolve(config, draft, layout, tp=8, capacity=max(lengths))
+    buffers = [b for b in (*q1.working_buffers(model), *working_buffers(model)) if b.name != "fault"]
+    arena = Arena({"weights": layout.nbytes, **{b.name: b.bytes for b in buffers}})
+    arena.clear()
+    random_weights(layout, arena["weights"], gpu.stream)
+    gpu.wait()
+    addresses = {b.name: arena[b.name] for b in buffers} | {"fault": gpu.fault.address}
+    addresses |= {name: layout.address(arena["weights"], name) for name in layout.tensors}
+    print(f"{arena.total / 1e9:.1f} GB on the GPU")
+    run = Chunks(chunk_steps(model), addresses)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, max(lengths) + 1).astype(np.int32)
+    pointer = gpu.cupy.ndarray(
+        CHUNK + 1, np.int32, gpu.cupy.cuda.MemoryPointer(
+            gpu.cupy.cuda.UnownedMemory(addresses["prefill.tokens"], 4 * (CHUNK + 1), None), 0)
+    )  # fmt: skip
+    for length in (*lengths, *lengths):  # the first round warms up
+        begin = time.perf_counter()
+        issued = 0.0
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            gpu.wait()
+            pointer[: end - start + 1] = gpu.array(tokens[start : end + 1])
+            gpu.cupy.cuda.Device().synchronize()
+            before = time.perf_counter()
+            run.issue(Chunk(start, end - start, start, min(end, length - 1)), gpu.stream)
+            issued += time.perf_counter() - before
+        gpu.wait()
+        took = time.perf_counter() - begin
+        print(f"{length:6} tokens: {1e3 * took:7.1f} ms, {length / took:6.0f} tokens/s, {1e3 * issued:.1f} ms to issue")
+    arena.close()
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:2] == ["prompt"]:
+        prompts(*map(int, sys.argv[2:] or (1, 8, 512, 2048, 8192)))
+    else:
+        main(*map(int, sys.argv[1:]))
