@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,24 @@ FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "-
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(
     r"Compiling entry function '(?P<entry>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
-    r".*?Used (?P<registers>\d+) registers",
+    r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+_STATIC = re.compile(r"(\d+) bytes smem")
+# A multiprocessor of compute capability 9.0: 32-bit registers, bytes of shared memory, and what a block takes besides.
+_REGISTERS, _SHARED, _RESERVED = 65536, 228 * 1024, 1024
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one file: registers and spilled bytes of a kernel in it, and the compiler's log."""
+    """Machine code of one file, and the compiler's log. Of one kernel in it: registers, spilled bytes, and bytes of
+    shared memory besides the dynamic ones."""
 
     path: Path
     registers: int
     spills: int
     log: str
+    smem: int
 
 
 def folder(name: str) -> Path:
@@ -91,12 +96,41 @@ def compile_kernel(kernel: Kernel, arch: str = "sm_90a", patch: tuple[str, str] 
     return _figures(kernel, *found)
 
 
-def entries(log: str) -> dict[str, tuple[int, int]]:
-    """Registers, and bytes of spill stores and loads, of each kernel that ptxas reports in a compiler's log."""
-    return {
-        found["entry"]: (int(found["registers"]), int(found["stores"]) + int(found["loads"]))
-        for found in _ENTRY.finditer(log)
-    }
+def over_budget(kernel: Kernel, cubin: Cubin) -> str | None:
+    """What a kernel takes that its specification does not allow, or None."""
+    sizes = " ".join(f"{name}={value}" for name, value in kernel.defines)
+    if cubin.spills:
+        return f"{kernel.source}: {kernel.entry} spills {cubin.spills} bytes of registers ({sizes})"
+    if cubin.registers > kernel.max_registers:
+        return f"{kernel.source}: {kernel.entry} takes {cubin.registers} of {kernel.max_registers} registers ({sizes})"
+    # Registers are given to a warp by 256, so to a thread by 8.
+    by_registers = _REGISTERS // (-(-cubin.registers // 8) * 8 * kernel.block)
+    by_memory = _SHARED // (cubin.smem + kernel.smem + _RESERVED)
+    if min(by_registers, by_memory) < kernel.min_blocks:
+        return (
+            f"{kernel.source}: {kernel.entry} needs {kernel.min_blocks} blocks on a multiprocessor, which has registers "
+            f"for {by_registers} and shared memory for {by_memory} ({sizes})"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What ptxas reports of a kernel: registers, bytes of spill stores and loads, bytes of static shared memory."""
+
+    registers: int
+    spills: int
+    smem: int
+
+
+def entries(log: str) -> dict[str, Figures]:
+    """Each kernel that ptxas reports in a compiler's log."""
+    found = {}
+    for entry in _ENTRY.finditer(log):
+        static = _STATIC.search(entry["rest"])
+        spills = int(entry["stores"]) + int(entry["loads"])
+        found[entry["entry"]] = Figures(int(entry["registers"]), spills, int(static[1]) if static else 0)
+    return found
 
 
 @cache
@@ -164,7 +198,9 @@ def _compile(kernel: Kernel, arch: str, text: str) -> tuple[bytes, str]:
     program = check(nvrtc.nvrtcCreateProgram(text.encode(), kernel.source.encode(), 0, [], []))
     try:
         # The folder of headers is named last: it is no part of the key. The current folder is never searched.
-        options = [*_options(kernel, arch), "--no-source-include", f"--include-path={folder('kernels_cu')}"]
+        # Without NVRTC's own cache: sizes that give the same PTX twice would get a log without the registers.
+        own = ["--no-cache", "--no-source-include", f"--include-path={folder('kernels_cu')}"]
+        options = [*_options(kernel, arch), *own]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
         log = _filled(nvrtc.nvrtcGetProgramLog, program, check(nvrtc.nvrtcGetProgramLogSize(program)))
         if int(status) != 0:
@@ -187,10 +223,10 @@ def _first_error(log: bytes, status: Any) -> str:
 
 
 def _figures(kernel: Kernel, path: Path, log: str) -> Cubin:
-    found = entries(log)
-    if kernel.entry not in found:
+    found = entries(log).get(kernel.entry)
+    if found is None:
         raise DeviceError(f"{kernel.source} holds no kernel {kernel.entry} for its constants")
-    return Cubin(path, *found[kernel.entry], log)
+    return Cubin(path, found.registers, found.spills, log, found.smem)
 
 
 def _prebuilt(source: str) -> tuple[Path, str] | None:
@@ -220,7 +256,7 @@ def _cached(where: Path, key: str) -> tuple[Path, str] | None:
 
 
 def _store(where: Path, key: str, cubin: bytes, log: str) -> tuple[Path, str]:
-    figures = {name: {"registers": registers, "spills": spills} for name, (registers, spills) in entries(log).items()}
+    figures = {name: asdict(figures) for name, figures in entries(log).items()}
     notes = {"sha256": hashlib.sha256(cubin).hexdigest(), "kernels": figures, "log": log}
     path = where / f"{key}.cubin"
     replace_file(path, cubin)

@@ -67,14 +67,14 @@ class Gpu:
         what, kernel = FAULTS.get(found.what, found.what), KERNELS.get(found.kernel, found.kernel)
         return f" ({what} in {kernel}, layer {found.layer})"
 
-    def median_us(self, calls, repeats=50):
+    def median_us(self, calls, repeats=50, copies=None):
         """Microseconds of all `calls` [(kernel, args)] in order, once: (median, (10th, 90th percentile)).
 
         Timed are replays of a graph that holds the calls several times over, so that what starting a graph costs
         does not count. Give calls enough different weights: what one replay leaves in L2, the next one finds.
         """
         functions = [(build(kernel, self.device.arch), args) for kernel, args in calls]
-        copies = max(1, 64 // len(functions))
+        copies = copies or max(1, 64 // len(functions))
         self.cupy.cuda.Device().synchronize()
         with capture(self.stream) as captured:
             for _ in range(copies):
@@ -108,18 +108,6 @@ class Gpu:
             out = self.cupy.zeros(bandwidth.BLOCKS, np.uint32)
             args = BandwidthArgs(data.data.ptr, out.data.ptr, words)
             self.run(bandwidth.fill_random(), args)
-            functions = build(bandwidth.read_once(), self.device.arch)
-            self._ceiling = self._read_rate(functions, args, words * 16)
+            median, _ = self.median_us([(bandwidth.read_once(), args)], repeats=10, copies=4)
+            self._ceiling = words * 16 / median / 1e3
         return self._ceiling
-
-    def _read_rate(self, function, args, size, repeats=10):
-        cuda, own = self.cupy.cuda, self.cupy.cuda.ExternalStream(self.stream)
-        times = []
-        for _ in range(repeats):
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record(own)
-            launch(function, args, self.stream)
-            end.record(own)
-            end.synchronize()
-            times.append(cuda.get_elapsed_time(begin, end))
-        return size / float(np.median(times)) / 1e6

@@ -1,0 +1,110 @@
+"""abi.cuh and abi.py declare the same structures and constants: NVRTC compiles the one against the other."""
+
+import ctypes
+import re
+
+import pytest
+
+from cuq1.cuda import abi
+from cuq1.cuda import compile as jit
+from cuq1.errors import DeviceError
+from cuq1.plan import dims
+from cuq1.plan.kernel import Kernel
+from tests.paths import ROOT
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
+
+HEADER = (ROOT / "kernels_cu" / "abi.cuh").read_text()
+TYPES = (ROOT / "kernels_cu" / "common" / "types.cuh").read_text()
+STRUCTURES = {
+    name: value
+    for name, value in vars(abi).items()
+    if isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure
+}
+
+
+def assertions(name, structure):
+    """C++ that compiles only where a structure has this size, and these fields at these places.
+
+    NVRTC has no offsetof; __INTADDR__ is what the macro of its headers would expand to.
+    """
+    lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");']
+    for field, *_ in structure._fields_:
+        found = getattr(structure, field)
+        lines.append(f'static_assert(__INTADDR__(&(({name}*)0)->{field}) == {found.offset}, "{name}.{field}");')
+        lines.append(f'static_assert(sizeof((({name}*)0)->{field}) == {found.size}, "size of {name}.{field}");')
+    return lines
+
+
+def compile_lines(lines, tmp_path, monkeypatch):
+    """Compiles lines that come after abi.cuh."""
+    for name in ("abi.cuh", "common"):
+        (tmp_path / name).symlink_to(ROOT / "kernels_cu" / name)
+    text = ['#include "abi.cuh"', *lines, 'extern "C" __global__ void nothing() {}']
+    (tmp_path / "abi_test.cu").write_text("\n".join(text))
+    monkeypatch.setattr(jit, "folder", lambda name: tmp_path)
+    monkeypatch.setenv("CUQ1_CACHE_DIR", str(tmp_path / "cache"))
+    jit.compile_kernel(Kernel("abi_test.cu", "nothing", abi.Fault, (), (1, 1, 1), 32))
+
+
+def test_both_declare_the_same_structures():
+    assert set(re.findall(r"^struct (\w+)", HEADER, re.MULTILINE)) == set(STRUCTURES)
+
+
+def test_sizes_and_offsets_agree(tmp_path, monkeypatch):
+    compile_lines([line for item in STRUCTURES.items() for line in assertions(*item)], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("old", "new"), [("k_norm", "positions"), ("slots", None)])
+def test_a_field_that_moved_is_refused(old, new, tmp_path, monkeypatch):
+    """The control: two fields of equal size swapped, or one left out."""
+    fields = [name for name, *_ in abi.QkvArgs._fields_]
+    kinds = dict(abi.QkvArgs._fields_)
+    if new is None:
+        fields.remove(old)
+    else:
+        one, two = fields.index(old), fields.index(new)
+        fields[one], fields[two] = fields[two], fields[one]
+    moved = type("QkvArgs", (ctypes.Structure,), {"_fields_": [(name, kinds[name]) for name in fields]})
+    with pytest.raises(DeviceError, match=r"abi_test\.cu does not compile for sm_90a: .*QkvArgs"):
+        compile_lines(assertions("QkvArgs", moved), tmp_path, monkeypatch)
+
+
+def test_every_field_of_a_structure_is_declared_by_both():
+    """Offsets say nothing of a field at the end that only C++ has, within the padding."""
+    for name, structure in STRUCTURES.items():
+        body = re.sub(r"//.*", "", re.search(rf"^struct {name} \{{(.*?)^\}};", HEADER, re.MULTILINE | re.DOTALL)[1])
+        declared = [
+            re.search(r"(\w+)\s*(\[[^]]*\]\s*)*$", part.strip())[1]
+            for statement in body.split(";")
+            for part in statement.split(",")
+            if part.strip()
+        ]
+        assert declared == [field for field, *_ in structure._fields_], name
+
+
+def constants(text):
+    return {name: int(value) for name, value in re.findall(r"^constexpr int (\w+) = (\d+);", text, re.MULTILINE)}
+
+
+def enumerators(prefix):
+    return {name: int(value) for name, value in re.findall(rf"\b{prefix}_(\w+) = (\d+)", HEADER)}
+
+
+def test_constants_agree():
+    c = constants(TYPES) | constants(HEADER)
+    for module in (abi, dims):
+        shared = {name: value for name, value in vars(module).items() if name in c}
+        assert shared == {name: c[name] for name in shared}
+    assert {"ROWS", "MAX_TOP_K", "MAX_DRAFTS", "MIN_AUTO_DRAFTS", "FEATURES"} <= vars(abi).keys() & c.keys()
+    assert {"ROWS", "HEAD_DIM", "KV_TILE", "MAX_TOP_K"} <= vars(dims).keys() & c.keys()
+
+
+def test_kernel_and_fault_numbers_agree():
+    assert {number: name.lower() for name, number in enumerators("KERNEL").items()} == abi.KERNELS
+    faults = enumerators("FAULT")
+    assert faults.pop("NONE") == 0
+    assert sorted(faults.values()) == sorted(abi.FAULTS)
+    words = {"NOT_FINITE": "not finite", "COPY": "copy", "TOKEN": "token"}
+    assert faults.keys() == words.keys()
+    assert all(words[name] in abi.FAULTS[number] for name, number in faults.items())

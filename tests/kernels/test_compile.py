@@ -1,0 +1,103 @@
+"""Every kernel compiles for every size and precision, within its registers and without spills. Needs no GPU."""
+
+import importlib
+import pkgutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+import cuq1.cuda.kernels
+from cuq1.cuda import compile as jit
+from cuq1.cuda.abi import BandwidthArgs
+from cuq1.cuda.kernels import bandwidth
+from cuq1.errors import DeviceError
+from cuq1.plan.kernel import Kernel
+from tests.kernels import shapes
+from tests.paths import ROOT
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
+
+MODULES = [
+    importlib.import_module(f"cuq1.cuda.kernels.{found.name}")
+    for found in pkgutil.iter_modules(cuq1.cuda.kernels.__path__)
+]
+FAMILIES = {module.__name__.rpartition(".")[2]: module for module in MODULES if hasattr(module, "kernels")}
+VARIANTS = {}
+for _name, _dims in shapes.variants():
+    if _dims not in VARIANTS.values():
+        VARIANTS[_name] = _dims
+
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024) spills(float* x) {
+    float kept[128];
+#pragma unroll
+    for (int i = 0; i < 128; ++i) kept[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 128; ++i) x[i * 1024 + threadIdx.x] = kept[i] * kept[127 - i];
+}
+"""
+
+
+def problems(kernels):
+    """What compiling these reports, two at a time."""
+
+    def problem(kernel):
+        try:
+            return jit.over_budget(kernel, jit.compile_kernel(kernel))
+        except DeviceError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [found for found in pool.map(problem, kernels) if found]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_kernels_stay_within_their_registers(family, variant):
+    kernels = FAMILIES[family].kernels(VARIANTS[variant])
+    assert kernels
+    assert problems(kernels) == []
+
+
+def test_every_source_is_compiled_by_a_family():
+    used = {kernel.source for module in FAMILIES.values() for kernel in module.kernels(shapes.RELEASED)}
+    assert {path.name for path in (ROOT / "kernels_cu").glob("*.cu")} == used
+
+
+def test_a_geometry_is_one_that_a_gpu_can_launch():
+    for module in FAMILIES.values():
+        for dims in VARIANTS.values():
+            for kernel in module.kernels(dims):
+                assert min(kernel.grid) >= 1
+                assert max(kernel.grid[1:]) <= 65535
+                assert 1 <= kernel.block <= 1024
+                assert kernel.block % 32 == 0
+                assert 0 <= kernel.smem <= 227 * 1024
+                assert 1 <= kernel.cluster <= 8  # more is not portable
+                assert kernel.grid[0] % kernel.cluster == 0
+
+
+def test_too_many_registers_are_found():
+    kernel = bandwidth.read_once()
+    assert problems([replace(kernel, max_registers=16)]) == ["bandwidth.cu: read_once takes 32 of 16 registers ()"]
+
+
+def test_too_few_blocks_on_a_multiprocessor_are_found():
+    kernel = bandwidth.read_once()
+    assert problems([kernel]) == []
+    for change, why in (
+        ({"min_blocks": 5}, "needs 5 blocks on a multiprocessor, which has registers for 4 and"),
+        ({"smem": 120 * 1024}, "needs 2 blocks on a multiprocessor, which has registers for 4 and shared memory for 1"),
+    ):
+        (found,) = problems([replace(kernel, **change)])
+        assert why in found
+
+
+def test_a_spill_is_found(tmp_path, monkeypatch):
+    (tmp_path / "spills.cu").write_text(SPILLS)
+    monkeypatch.setattr(jit, "folder", lambda name: tmp_path)
+    found = problems([Kernel("spills.cu", "spills", BandwidthArgs, (), (1, 1, 1), 1024)])
+    assert len(found) == 1
+    assert "spills.cu: spills spills" in found[0]
