@@ -501,7 +501,7 @@ def test_random_weights_fill_every_tensor_once(fp8):
         assert fill.kind == FILL_F32 or (size % 16 == 0 and fill.offset % 16 == 0 and fill.stride % 16 == 0)
         as_strided(times[fill.offset :], (fill.runs, size), (fill.stride, 1))[...] += 1
     for name, tensor in layout.tensors.items():
-        filled = times[tensor.offset : tensor.end].reshape(tensor.shape[:-1] + (-1,))
+        filled = times[tensor.offset : tensor.end].reshape((*tensor.shape[:-1], -1))
         if name.endswith("fold"):
             assert not filled.any()
         elif name.endswith("gate_up") and fp8:
