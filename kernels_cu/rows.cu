@@ -4,15 +4,13 @@
 //             vocabulary is reported and taken as 0.
 // entry_norm  u = the sum of eh_proj's pieces in order; residual = u; normed = rms(u, norm).
 //   PRECOND  both: grid (rows * PARTS), cluster PARTS, block COLUMN_THREADS. Arrays 16-byte aligned. Tokens and pieces
-//            are the predecessor's and read after pdl_wait(); norm and table are weights. `rows` may exceed ROWS in embed.
+//            are read after pdl_wait(), norm and table are weights. `rows` may exceed ROWS in embed.
 //   Reads rows * HIDDEN * 2 (4 EH_SPLITS) bytes and the norm, writes rows * HIDDEN * 6.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/row.cuh"
 
-constexpr int WARPS = COLUMN_THREADS / WARP;
-
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) embed(const __grid_constant__ EmbedArgs a) {
-    __shared__ RowExchange<WARPS> exchange[1];
+    __shared__ RowExchange exchange[1];
     const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
     const int column = part * COLUMNS + int(threadIdx.x) * 4;
     const float4 w = __ldg(reinterpret_cast<const float4*>(a.norm + column));
@@ -41,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) embed(const __grid_
 }
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) entry_norm(const __grid_constant__ EntryNormArgs a) {
-    __shared__ RowExchange<WARPS> exchange[1];
+    __shared__ RowExchange exchange[1];
     const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
     const int column = part * COLUMNS + int(threadIdx.x) * 4;
     const float4 w = __ldg(reinterpret_cast<const float4*>(a.norm + column));

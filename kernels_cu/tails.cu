@@ -4,9 +4,9 @@
 //            halves, and as E4M3 or FP32 where asked for; the router's logits, TOP_K of them, and their softmax.
 // mlp_tail   y = the ranks' partials; out = h + ffn_scale y, or h + ffn_scale rms(y, ffn_out_norm); normed =
 //            rms(out, next_norm); residual = out, or rms(out, next_norm).
-//   PRECOND  grid (rows * PARTS), cluster PARTS; block COLUMN_THREADS, in attn_tail and a warp more where ROUTED. Arrays
-//            16-byte aligned, ranks <= MAX_RANKS. Partials, residuals and routing are read after pdl_wait(), norms
-//            before. `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
+//   PRECOND  grid (rows * PARTS), cluster PARTS; block COLUMN_THREADS, and ROUTE_THREADS more in attn_tail where ROUTED.
+//            Arrays 16-byte aligned, ranks <= MAX_RANKS. Partials, residuals and routing are read after pdl_wait(),
+//            norms before. `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
 //   Reads rows * HIDDEN * 4 (ranks + 1) bytes and two norms, attn_tail also rows * EXPERTS * 8 ranks;
 //   writes rows * HIDDEN * 6.
 //
@@ -16,210 +16,260 @@
 // so that a row whose sum comes out below 1/64 of the squares' own is summed again from h itself. 1/64 bounds the
 // relative error at about 128 roundings of a tree sum, 1e-5, a hundredth of a half's step.
 //
-// Routing is one warp's work beside the others' normalisation. 1 / rms(h) scales all logits alike, so the order
-// is that of rn + k ra, known with the first reduction; TOP_K rounds of one redux and one ballot.
+// Routing is done by warps of their own beside the normalisation. 1 / rms(h) scales all logits alike, so the order is
+// that of rn + k ra, known with the first reduction. What counts then is the bytes that shared memory hands out: a
+// comparison of each key with all others would be 256 KB, 2,000 cycles. So a lane takes the largest of EXPERTS / 32
+// keys; the TOP_K are among the experts of the TOP_K lanes whose largest are largest, and a place among 32
+// lanes, then among 64 candidates, is a count of the keys that come before: 20 KB.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/experts.cuh"
 #include "common/row.cuh"
 
-constexpr int WARPS = COLUMN_THREADS / WARP;
 constexpr float CANCELLED = 1.0f / 64.0f;
 
 struct Sublayer {
-    float4 out;      // x + factor * p
-    float factor;    // scale / rms(y), or scale
+    float4 out;    // x + factor * p
+    float factor;  // scale / rms(y), or scale
     float in_squares, out_squares;
 };
 
+// From the sums over the row of y^2, x^2, x p and p^2. True: too little is left of out's; sum it again.
+__device__ __forceinline__ bool from_sums(float4 t, float scale, Sublayer& s) {
+    s.factor = scale * inverse_rms(t.x);
+    s.in_squares = t.x;
+    const float added = s.factor * s.factor * t.w;
+    s.out_squares = t.y + added + 2.0f * s.factor * t.z;
+    return s.out_squares < CANCELLED * (t.y + added);
+}
+
 // The thread's columns of out = x + scale * y, or x + scale * rms(y, w), with the row's sums of squares. Uses
-// exchange[0], and [1] for a row that cancels. All threads of the row's blocks call it; those without columns with zeros.
-template <int W, int COUNT>
+// exchange[0], and [1] for a row that cancels. All column threads of the row's blocks call it.
+template <int COUNT>
 __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, float scale, bool norm,
-                                                 RowExchange<W> (&exchange)[COUNT], Fault* fault, int kernel,
-                                                 int layer) {
+                                                 RowExchange (&exchange)[COUNT], Fault* fault, int kernel, int layer) {
     static_assert(COUNT >= 2, "two sums");
     Sublayer s;
     if (!norm) {
         s.factor = scale;
         s.out = plus_scaled(x, scale, y);
-        const float4 t = row_reduce<false>(make_float4(dot(y, y), dot(s.out, s.out), 0.0f, 0.0f), exchange[0], fault,
-                                           kernel, layer);
+        const float4 squares = make_float4(dot(y, y), dot(s.out, s.out), 0.0f, 0.0f);
+        const float4 t = row_reduce<false>(squares, exchange[0], fault, kernel, layer);
         s.in_squares = t.x;
         s.out_squares = t.y;
         return s;
     }
     const float4 p = product(w, y);
-    const float4 t =
-        row_reduce<false>(make_float4(dot(y, y), dot(x, x), dot(x, p), dot(p, p)), exchange[0], fault, kernel, layer);
-    s.factor = scale * inverse_rms(t.x);
+    const float4 products = make_float4(dot(y, y), dot(x, x), dot(x, p), dot(p, p));
+    const bool again = from_sums(row_reduce<false>(products, exchange[0], fault, kernel, layer), scale, s);
     s.out = plus_scaled(x, s.factor, p);
-    s.in_squares = t.x;
-    const float added = s.factor * s.factor * t.w;
-    s.out_squares = t.y + added + 2.0f * s.factor * t.z;
     // The same bits in every thread of every part: all of them take the branch, or none.
-    if (s.out_squares < CANCELLED * (t.y + added))
+    if (again)
         s.out_squares =
             row_reduce<false>(make_float4(dot(s.out, s.out), 0.0f, 0.0f, 0.0f), exchange[1], fault, kernel, layer).x;
     return s;
 }
 
 #ifdef ROUTED
-constexpr int EXPERTS_A_LANE = EXPERTS / WARP;
-static_assert(EXPERTS % WARP == 0 && TOP_K <= WARP, "whole lanes of experts, a lane for each that is chosen");
+constexpr int A_LANE = EXPERTS / WARP;       // experts of a lane of the choosing warp, neighbours
+constexpr int CANDIDATES = TOP_K * A_LANE;   // those of the TOP_K best lanes
+constexpr int ROUTE_THREADS = A_LANE > 1 ? 2 * CANDIDATES : WARP;
+static_assert(EXPERTS % WARP == 0 && TOP_K == 8, "whole lanes of experts; a group of eight lanes ends the choice");
+static_assert(A_LANE == 1 || A_LANE % 4 == 0, "keys in vectors of four");
+static_assert(ROUTE_THREADS % WARP == 0 && EXPERTS / 4 <= ROUTE_THREADS, "whole warps, which load four experts a thread");
 
-// A lane's logit parts, summed over ranks; lane l has experts l * EXPERTS_A_LANE onwards.
-struct LogitParts {
-    float attended[EXPERTS_A_LANE], residual[EXPERTS_A_LANE];
+struct Routing {
+    alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
+    alignas(16) float residual[EXPERTS];
+    alignas(16) uint32_t best[WARP];        // of each lane
+    alignas(16) uint32_t keys[CANDIDATES];  // by ascending expert
+    int experts[TOP_K];                     // a candidate lane's first
+    float values[TOP_K];                    // what is chosen, in order
+    int ids[TOP_K];
 };
 
-__device__ __forceinline__ void load_parts(float (&out)[EXPERTS_A_LANE], const float* address, int ranks,
-                                           int64_t stride) {
-    if constexpr (EXPERTS_A_LANE % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < EXPERTS_A_LANE; i += 4) {
-            const float4 x = sum_ranks(address + i, ranks, stride);
-            out[i] = x.x, out[i + 1] = x.y, out[i + 2] = x.z, out[i + 3] = x.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < EXPERTS_A_LANE; ++i) {
-            out[i] = __ldcg(address + i);
-            for (int r = 1; r < ranks; ++r) out[i] += __ldcg(address + r * stride + i);
-        }
-    }
-}
-
-// Floats in the order of unsigned integers, never 0; the two zeros are equal.
+// The order of floats as one of unsigned integers above 0. Both zeros are equal.
 __device__ __forceinline__ uint32_t order_key(float x) {
     const uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);
+    const uint32_t key = bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);
+    return key > 1u ? key : 1u;
 }
-__device__ __forceinline__ float order_value(uint32_t key) {
+__device__ __forceinline__ float key_value(uint32_t key) {
     return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu));
 }
 
-// One warp chooses for one row. factor: attn_scale / rms(o).
-__device__ __forceinline__ void route(const AttnTailArgs& a, const LogitParts& parts, int row, float factor,
-                                      float inverse_h) {
-    const int lane = threadIdx.x % WARP;
-    uint32_t key[EXPERTS_A_LANE];
+// Of `keys`, the fours number first, first + STEP, ..., COUNT of them: how many come before key number `index`. Larger
+// ones do, and equal ones that lie before it. Only one of the threads that share a count has `ties` set.
+template <int COUNT, int STEP>
+__device__ __forceinline__ int keys_before(const uint32_t* keys, int first, int index, uint32_t key, bool ties) {
+    const uint4* fours = reinterpret_cast<const uint4*>(keys);
+    int count = 0;
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; ++i) key[i] = order_key(fmaf(factor, parts.attended[i], parts.residual[i]));
-    int id = 0;
-    float value = 0.0f;
-#pragma unroll
-    for (int k = 0; k < TOP_K; ++k) {
-        uint32_t best = key[0];
-#pragma unroll
-        for (int i = 1; i < EXPERTS_A_LANE; ++i) best = best > key[i] ? best : key[i];
-        const uint32_t top = __reduce_max_sync(0xffffffffu, best);
-        const int winner = __ffs(__ballot_sync(0xffffffffu, best == top)) - 1;  // the lowest lane has the lowest index
-        int mine = 0;
-#pragma unroll
-        for (int i = EXPERTS_A_LANE - 1; i >= 0; --i) mine = key[i] == top ? i : mine;
-#pragma unroll
-        for (int i = 0; i < EXPERTS_A_LANE; ++i) key[i] = lane == winner && i == mine ? 0u : key[i];
-        const int chosen = __shfl_sync(0xffffffffu, lane * EXPERTS_A_LANE + mine, winner);
-        if (lane == k) id = chosen, value = order_value(top);
+    for (int i = 0; i < COUNT; ++i) {
+        const uint4 four = fours[i * STEP + first];
+        // Equal keys in an earlier four come before: more than key - 1 is at least key.
+        const uint32_t limit = i * STEP + first < index / 4 ? key - 1 : key;
+        count += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
     }
-    float largest_value = __shfl_sync(0xffffffffu, value, 0);
-    if (a.forced_ids != nullptr) {
-        if (lane < TOP_K) {
-            id = __ldcg(a.forced_ids + row * TOP_K + lane);
-            const int64_t stride = rank_rows(a.rows) * EXPERTS, at = int64_t(row) * EXPERTS + id;
-            float attended = 0.0f, residual = 0.0f;
-            for (int r = 0; r < a.ranks; ++r) {
-                attended += __ldcg(a.router_attended + r * stride + at);
-                residual += __ldcg(a.router_residual + r * stride + at);
-            }
-            value = fmaf(factor, attended, residual);
+    if (ties) {
+        const uint4 own = fours[index / 4];
+        count += (index % 4 > 0 && own.x == key) + (index % 4 > 1 && own.y == key) + (index % 4 > 2 && own.z == key);
+    }
+    return count;
+}
+
+__device__ __forceinline__ void route_sync() {
+    if constexpr (ROUTE_THREADS > WARP)
+        asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");
+    else
+        __syncwarp();
+}
+
+// The routing of a row by ROUTE_THREADS threads.
+__device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
+    const int lane = thread % WARP;
+    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
+    if (thread < EXPERTS / 4) {
+        const int64_t stride = rank_rows(a.rows) * EXPERTS, at = int64_t(row) * EXPERTS + thread * 4;
+        store4(r.attended + thread * 4, sum_ranks(a.router_attended + at, a.ranks, stride));
+        store4(r.residual + thread * 4, sum_ranks(a.router_residual + at, a.ranks, stride));
+    }
+    if (row >= live) return;
+    route_sync();  // the parts are there
+
+    Sublayer s;
+    bool again = false;
+    if (thread < WARP) {
+        float attended[A_LANE], residual[A_LANE];
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) {
+            attended[i] = r.attended[lane * A_LANE + i];
+            residual[i] = r.residual[lane * A_LANE + i];
         }
-        largest_value = warp_max(lane < TOP_K ? value : -3.0e38f);
+        again = from_sums(row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer), a.attn_scale, s);
+        uint32_t key[A_LANE];
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) key[i] = order_key(fmaf(s.factor, attended[i], residual[i]));
+        uint32_t best[A_LANE];
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) best[i] = key[i];
+#pragma unroll
+        for (int width = A_LANE / 2; width > 0; width /= 2)
+#pragma unroll
+            for (int i = 0; i < width; ++i) best[i] = best[i] > best[i + width] ? best[i] : best[i + width];
+        r.best[lane] = best[0];
+        __syncwarp();  // every lane's best is there
+        const int place = keys_before<WARP / 4, 1>(r.best, 0, lane, best[0], true);
+        if constexpr (A_LANE == 1) {
+            if (place < TOP_K) {
+                r.values[place] = key_value(key[0]);
+                r.ids[place] = lane;
+            }
+        } else {
+            const uint32_t lanes = __ballot_sync(0xffffffffu, place < TOP_K);
+            if (place < TOP_K) {
+                const int at = __popc(lanes & ((1u << lane) - 1));  // ascending experts, so that ties can be told
+                r.experts[at] = lane * A_LANE;
+#pragma unroll
+                for (int i = 0; i < A_LANE; i += 4)
+                    *reinterpret_cast<uint4*>(r.keys + at * A_LANE + i) =
+                        make_uint4(key[i], key[i + 1], key[i + 2], key[i + 3]);
+            }
+        }
     }
-    const float share = lane < TOP_K ? __expf((value - largest_value) * inverse_h) : 0.0f;
-    const float total = warp_sum(share);
+    if constexpr (A_LANE > 1) {
+        route_sync();  // the candidates are there
+        const int index = thread / 2;
+        const uint32_t key = r.keys[index];
+        int place = keys_before<CANDIDATES / 8, 2>(r.keys, thread % 2, index, key, thread % 2 == 0);
+        place += __shfl_xor_sync(0xffffffffu, place, 1);
+        if (thread % 2 == 0 && place < TOP_K) {
+            r.values[place] = key_value(key);
+            r.ids[place] = r.experts[index / A_LANE] + index % A_LANE;
+        }
+    }
+    route_sync();  // the chosen are there
+    if (thread >= WARP) return;
+    if (again) s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
+    const float inverse_h = inverse_rms(s.out_squares);
+    int id = r.ids[lane % TOP_K];
+    float value = r.values[lane % TOP_K], top = r.values[0];
+    if (a.forced_ids != nullptr) {
+        id = __ldcg(a.forced_ids + row * TOP_K + lane % TOP_K);
+        value = fmaf(s.factor, r.attended[id], r.residual[id]);
+        top = warp_max(value);
+    }
+    const float share = __expf((value - top) * inverse_h);
+    float total = share;
+#pragma unroll
+    for (int offset = TOP_K / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
     if (lane < TOP_K) {
         a.expert_ids[row * TOP_K + lane] = id;
         a.expert_weights[row * TOP_K + lane] = share / total;
     }
+    // What is wrong with h itself is reported as such.
     if (lane == 0 && is_finite(inverse_h) && !is_finite(total))
         report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
 }
-constexpr int TAIL_THREADS = COLUMN_THREADS + WARP;
+constexpr int TAIL_THREADS = COLUMN_THREADS + ROUTE_THREADS;
 #else
 constexpr int TAIL_THREADS = COLUMN_THREADS;
 #endif
 
 extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __grid_constant__ AttnTailArgs a) {
-    __shared__ RowExchange<TAIL_THREADS / WARP> exchange[3];
+    __shared__ RowExchange exchange[3];
     const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
     const int column = part * COLUMNS + int(threadIdx.x) * 4;
-    const bool has_columns = threadIdx.x < COLUMN_THREADS;
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float4 w_out = zero, w_ffn = zero;
-    if (has_columns) {
-        w_out = __ldg(reinterpret_cast<const float4*>(a.attn_out_norm + column));
-        w_ffn = __ldg(reinterpret_cast<const float4*>(a.ffn_norm + column));
+#ifdef ROUTED
+    __shared__ Routing routing;
+    if (threadIdx.x >= COLUMN_THREADS) {
+        row_begin(exchange);
+        // The cluster's blocks are all of one size; the first one's warps route.
+        if (part > 0 || a.router_attended == nullptr) return;
+        pdl_wait();
+        pdl_trigger();
+        if (row < a.rows) route(a, row, int(threadIdx.x) - COLUMN_THREADS, exchange, routing);
+        return;
     }
+#endif
+    const float4 w_out = __ldg(reinterpret_cast<const float4*>(a.attn_out_norm + column));
+    const float4 w_ffn = __ldg(reinterpret_cast<const float4*>(a.ffn_norm + column));
     row_begin(exchange);
     pdl_wait();
     pdl_trigger();
     if (row >= a.rows) return;
     const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
     const int64_t at = int64_t(row) * HIDDEN + column;
-    float4 x = zero, o = zero;
-    if (has_columns) {
-        x = load4(a.residual + at);
-        o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
-    }
-#ifdef ROUTED
-    LogitParts parts;
-    const bool routes = !has_columns && part == 0 && a.router_attended != nullptr;
-    if (routes) {
-        const int64_t stride = rank_rows(a.rows) * EXPERTS;
-        const int64_t first = int64_t(row) * EXPERTS + threadIdx.x % WARP * EXPERTS_A_LANE;
-        load_parts(parts.attended, a.router_attended + first, a.ranks, stride);
-        load_parts(parts.residual, a.router_residual + first, a.ranks, stride);
-    }
-#endif
+    const float4 x = load4(a.residual + at);
+    const float4 o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
     if (row >= live) return;
 
     const Sublayer s = add_sublayer(x, o, w_out, a.attn_scale, true, exchange, a.fault, KERNEL_ATTN_TAIL, a.layer);
-    const float inverse_h = inverse_rms(s.out_squares);
-    const float4 n = product(scaled(s.out, inverse_h), w_ffn);
-    float scale = 1.0f;
+    const float4 n = product(scaled(s.out, inverse_rms(s.out_squares)), w_ffn);
+    store4(a.h + at, s.out);
+    store4(a.normed + at, n);
+    if (a.normed32 != nullptr) store4(a.normed32 + at, n);
+    const bool first = part == 0 && threadIdx.x == 0;
     if (a.codes != nullptr) {
         // Of the FP32 values, before they are rounded to halves. A row of zeros keeps 1.
-        const float top = row_reduce<true>(make_float4(largest(n), 0.0f, 0.0f, 0.0f), exchange[2], a.fault,
-                                           KERNEL_ATTN_TAIL, a.layer).x;
-        scale = top > 0.0f ? top * (1.0f / 448.0f) : 1.0f;
+        const float4 mine = make_float4(largest(n), 0.0f, 0.0f, 0.0f);
+        const float top = row_reduce<true>(mine, exchange[2], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
+        const float scale = top > 0.0f ? top * (1.0f / 448.0f) : 1.0f;
+        *reinterpret_cast<uint32_t*>(a.codes + at) =
+            float_to_e4m3x2(n.x / scale, n.y / scale) | uint32_t(float_to_e4m3x2(n.z / scale, n.w / scale)) << 16;
+        if (first) a.code_scale[row] = scale;
     }
-    if (has_columns) {
-        store4(a.h + at, s.out);
-        store4(a.normed + at, n);
-        if (a.normed32 != nullptr) store4(a.normed32 + at, n);
-        if (a.codes != nullptr) {
-            const float4 q = make_float4(n.x / scale, n.y / scale, n.z / scale, n.w / scale);
-            *reinterpret_cast<uint32_t*>(a.codes + at) =
-                float_to_e4m3x2(q.x, q.y) | uint32_t(float_to_e4m3x2(q.z, q.w)) << 16;
-            if (part == 0 && threadIdx.x == 0) a.code_scale[row] = scale;
-        }
-        if (a.inner_max != nullptr && part == 0)
-            for (int g = threadIdx.x; g < MAX_GROUPS; g += COLUMN_THREADS) a.inner_max[g * ROWS + row] = 0.0f;
-        if (part == 0 && threadIdx.x == 0) {
-            if (!is_finite(s.in_squares))
-                report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_O_PROJ, a.layer);
-            else if (!is_finite(s.out_squares))
-                report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
-        }
+    if (a.inner_max != nullptr && part == 0)
+        for (int g = threadIdx.x; g < MAX_GROUPS; g += COLUMN_THREADS) a.inner_max[g * ROWS + row] = 0.0f;
+    if (first) {
+        if (!is_finite(s.in_squares))
+            report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_O_PROJ, a.layer);
+        else if (!is_finite(s.out_squares))
+            report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
     }
-#ifdef ROUTED
-    if (routes) route(a, parts, row, s.factor, inverse_h);
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __grid_constant__ MlpTailArgs a) {
-    __shared__ RowExchange<WARPS> exchange[2];
+    __shared__ RowExchange exchange[2];
     const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
     const int column = part * COLUMNS + int(threadIdx.x) * 4;
     const float4 w_next = __ldg(reinterpret_cast<const float4*>(a.next_norm + column));

@@ -2,27 +2,27 @@
 //
 // A row kernel is pure latency: it moves a few tens of kilobytes between two reductions. One block would pull a row
 // through one multiprocessor's 64 bytes a cycle and push its shuffles through one shuffle unit; PARTS blocks have
-// PARTS of each. What they owe each other, 16 bytes a block, travels by st.async into the peers' shared
-// memory and completes on the peers' mbarriers, so that no cluster-wide barrier lies on the path.
+// PARTS of each, and what they owe each other is 16 bytes a block (common/cluster.cuh).
 //
-// Includers define PARTS (1, 2, 4 or 8; the cluster's size along x) and HIDDEN.
+// Includers define PARTS (2, 4 or 8; the cluster's size along x) and HIDDEN. Threads 0 .. COLUMN_THREADS - 1 of a block
+// hold columns and take part in sums; a kernel may have more, which can wait for the results.
 #pragma once
-#include "common/copy.cuh"
+#include "common/cluster.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
-constexpr int COLUMNS = HIDDEN / PARTS;     // of a block
-constexpr int COLUMN_THREADS = COLUMNS / 4;  // threads that hold columns; a kernel may have more warps beyond them
+constexpr int COLUMNS = HIDDEN / PARTS;      // of a block
+constexpr int COLUMN_THREADS = COLUMNS / 4;
+constexpr int COLUMN_WARPS = COLUMN_THREADS / WARP;
 constexpr int MAX_RANKS = 8;
 static_assert(HIDDEN % (PARTS * 4 * WARP) == 0, "whole warps of float4");
-static_assert(COLUMN_THREADS <= 992, "room for one more warp in a block");
-static_assert((PARTS & (PARTS - 1)) == 0 && PARTS <= 8, "a portable cluster size");
+static_assert(COLUMN_WARPS <= 8, "a thread adds the warps' shares one by one");
+static_assert(PARTS == 2 || PARTS == 4 || PARTS == 8, "a cluster of a portable size");
 
 // One reduction of a kernel. Each has slots and a barrier of its own: a block that is ahead may send its share of the
 // second reduction before this block has everything of the first, and must not complete the first one's count.
-template <int WARPS>
 struct RowExchange {
-    float4 warps[WARPS];
+    float4 warps[COLUMN_WARPS];
     float4 parts[PARTS];
     uint64_t arrived;
 };
@@ -70,48 +70,16 @@ __device__ __forceinline__ float4 sum_ranks(const float* address, int ranks, int
 }
 
 // In a kernel's prologue: arms the barriers of every exchange, and waits until the peers have armed theirs.
-template <int WARPS, int COUNT>
-__device__ __forceinline__ void row_begin(RowExchange<WARPS> (&exchanges)[COUNT]) {
-    if constexpr (PARTS > 1) {
-        if (threadIdx.x == 0) {
+template <int COUNT>
+__device__ __forceinline__ void row_begin(RowExchange (&exchanges)[COUNT]) {
+    if (threadIdx.x == 0) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) barrier_init(&exchanges[i].arrived, 1);
-            barrier_init_fence();  // remote completions must find them initialised
+        for (int i = 0; i < COUNT; ++i) barrier_init(&exchanges[i].arrived, 1);
+        barrier_init_fence();  // remote completions must find them initialised
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) barrier_expect(&exchanges[i].arrived, PARTS * sizeof(float4));
-        }
-        // No message may be sent to a block that has not started or armed; hidden behind the predecessor.
-        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        for (int i = 0; i < COUNT; ++i) barrier_expect(&exchanges[i].arrived, PARTS * sizeof(float4));
     }
-}
-
-__device__ __forceinline__ void send_to_part(const float4* slot, const uint64_t* barrier, int part, float4 x) {
-    uint32_t remote_slot, remote_barrier;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_slot) : "r"(shared_address(slot)), "r"(part));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(part));
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote_slot),
-        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(remote_barrier)
-        : "memory");
-}
-
-// As barrier_wait for phase 0, for data that other blocks of the cluster wrote.
-__device__ __forceinline__ void wait_for_parts(uint64_t* barrier, Fault* fault, int kernel, int layer) {
-    for (int tries = 0;; ++tries) {
-        uint32_t done;
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier))
-            : "memory");
-        if (done) return;
-        if (tries > (1 << 22)) {
-            report_fault(fault, FAULT_COPY, kernel, layer);
-            asm volatile("trap;");
-        }
-    }
+    cluster_sync();
 }
 
 // Four sums over a warp in six shuffles instead of twenty: halves of the warp take over half of the sums each,
@@ -128,14 +96,25 @@ __device__ __forceinline__ float warp_sum4(float4 x) {
     return s;
 }
 
-__device__ __forceinline__ float4 combine(float4 a, float4 b, bool maximum) {
-    return maximum ? make_float4(fmaxf(a.x, b.x), 0.0f, 0.0f, 0.0f) : sum(a, b);
+// What all parts sent, to every thread that asks, with the same bits: four sums, or the maximum of x.
+template <bool MAXIMUM>
+__device__ __forceinline__ float4 row_result(RowExchange& exchange, Fault* fault, int kernel, int layer) {
+    cluster_receive(&exchange.arrived, fault, kernel, layer);
+    float4 total = exchange.parts[0];
+#pragma unroll
+    for (int p = 1; p < PARTS; ++p) {
+        const float4 part = exchange.parts[p];
+        if (MAXIMUM)
+            total.x = fmaxf(total.x, part.x);
+        else
+            total = sum(total, part);
+    }
+    return total;
 }
 
-// Four sums over the row, or the maximum of x.x, to every thread of every part, with the same bits. All threads call.
-template <bool MAXIMUM, int WARPS>
-__device__ __forceinline__ float4 row_reduce(float4 x, RowExchange<WARPS>& exchange, Fault* fault, int kernel,
-                                             int layer) {
+// Four sums over the row, or the maximum of x.x. All column threads of the row's blocks call it.
+template <bool MAXIMUM>
+__device__ __forceinline__ float4 row_reduce(float4 x, RowExchange& exchange, Fault* fault, int kernel, int layer) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if constexpr (MAXIMUM) {
         x.x = warp_max(x.x);
@@ -144,29 +123,22 @@ __device__ __forceinline__ float4 row_reduce(float4 x, RowExchange<WARPS>& excha
         const float s = warp_sum4(x);
         if (lane % 8 == 0) reinterpret_cast<float*>(&exchange.warps[warp])[lane / 8] = s;
     }
-    __syncthreads();  // every warp's share is there
-    float4 total;
-    if (PARTS == 1 || warp == 0) {
-        if constexpr (WARPS <= 8 || MAXIMUM) {
-            total = exchange.warps[0];
+    // Every warp's share is there. Of the column threads alone: the others may have left, or be elsewhere.
+    asm volatile("bar.sync 1, %0;" ::"n"(COLUMN_THREADS) : "memory");
+    if (threadIdx.x < PARTS) {
+        float4 total = exchange.warps[0];
 #pragma unroll
-            for (int w = 1; w < WARPS; ++w) total = combine(total, exchange.warps[w], MAXIMUM);
-        } else {  // one load a lane instead of WARPS
-            const float s = warp_sum4(lane < WARPS ? exchange.warps[lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-            total = make_float4(__shfl_sync(0xffffffffu, s, 0), __shfl_sync(0xffffffffu, s, 8),
-                                __shfl_sync(0xffffffffu, s, 16), __shfl_sync(0xffffffffu, s, 24));
+        for (int w = 1; w < COLUMN_WARPS; ++w) {
+            const float4 share = exchange.warps[w];
+            if (MAXIMUM)
+                total.x = fmaxf(total.x, share.x);
+            else
+                total = sum(total, share);
         }
-    }
-    if constexpr (PARTS > 1) {
         // A block leaves only after all that is sent to it has come, so no message finds its receiver gone.
-        if (warp == 0 && lane < PARTS)
-            send_to_part(&exchange.parts[blockIdx.x % PARTS], &exchange.arrived, lane, total);
-        wait_for_parts(&exchange.arrived, fault, kernel, layer);
-        total = exchange.parts[0];
-#pragma unroll
-        for (int p = 1; p < PARTS; ++p) total = combine(total, exchange.parts[p], MAXIMUM);
+        cluster_send(&exchange.parts[blockIdx.x % PARTS], &exchange.arrived, threadIdx.x, total);
     }
-    return total;
+    return row_result<MAXIMUM>(exchange, fault, kernel, layer);
 }
 
 __device__ __forceinline__ float inverse_rms(float squares) { return rsqrtf(squares * (1.0f / HIDDEN) + EPS); }

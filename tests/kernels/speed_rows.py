@@ -1,7 +1,7 @@
 """Times the row kernels and eh_proj at the released share's sizes: python3 -m tests.kernels.speed_rows
 
 Prints microseconds of one launch in a chain of 50 that depend on each other, each with norms and weights of its own,
-for rows shared by 1, 2, 4 and 8 blocks.
+for rows shared by 4 and 8 blocks.
 """
 
 from dataclasses import replace
@@ -93,7 +93,7 @@ def main():
         print(f"{name:44}{median / LAYERS:7.2f} us  ({low / LAYERS:.2f} .. {high / LAYERS:.2f})", flush=True)
         return median / LAYERS
 
-    for parts in (1, 2, 4, 8):
+    for parts in (4, 8):
         tail, plain = rows.attn_tail(RELEASED), rows.attn_tail(RELEASED, moe=False)
         tail, plain, mlp = (shared_by(k, hidden, parts) for k in (tail, plain, rows.mlp_tail(RELEASED)))
         for ranks in (1, 8):
@@ -122,15 +122,19 @@ def main():
     size = RELEASED.eh_rows * hidden * 4
     eh = [gpu.array(rng.integers(0, 0x3C, size, np.uint8)) for _ in range(LAYERS)]
     before = gpu.array(np.arange(ROWS, dtype=np.int32))
+    norm_fixed = {"pieces": pieces, "norm": b.norms[0], "residual": b.h[1], "normed": b.normed}
+    norming = b.chain(rows.entry_norm(RELEASED), ROWS, lambda i: {}, **norm_fixed)
     fixed = {"table": table, "hidden": b.h[0], "draft_hidden": b.h[0], "hidden_rows": before, "out": pieces}
     for count in (1, 4, ROWS):
         calls = b.chain(
             draft.eh_proj(RELEASED),
             count,
-            lambda i: {"tokens": tokens[i], "enorm": b.norms[i], "hnorm": b.norms[i + 1], "weights": eh[i]},
+            lambda i: {"tokens": tokens[i % 2], "enorm": b.norms[i], "hnorm": b.norms[i + 1], "weights": eh[i]},
             **fixed,
         )
         us = show(f"eh_proj, {count} rows", calls)
+        pairs = [call for pair in zip(calls, norming, strict=True) for call in pair]
+        show(f"eh_proj, {count} rows, and entry_norm in turn", pairs)
         print(f"  {size / us / 1e3:.0f} GB/s, {size / us / 1e3 / gpu.read_ceiling():.0%} of the ceiling")
     gpu.close()
 

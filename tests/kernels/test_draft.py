@@ -86,9 +86,9 @@ def test_eh_proj(gpu, rng, name):
 @pytest.mark.gpu
 def test_it_tells_broken_kernels(gpu, rng):
     for name, patch in (
-        ("released", ("squares[g * step + i]", "squares[i]")),
-        ("nano", ("squares[g * step + i]", "squares[i]")),
-        ("released", ("from < 0 ? a.draft_hidden", "from < 0 ? a.hidden")),
+        ("released", ("parts[i % PIECES][g]", "parts[0][g]")),
+        ("nano", ("squares[i % WARPS][g]", "squares[i % WARPS][0]")),
+        ("released", ("table = a.draft_hidden;", "table = a.hidden;")),
         ("released", ("i < WARPS; ++i) out +=", "i < WARPS - 1; ++i) out +=")),
         ("nano", ("embedded ? a.enorm : a.hnorm", "a.hnorm")),
     ):

@@ -32,6 +32,7 @@ def eh_proj(dims: Dims) -> Kernel:
         (*defines.common(dims), ("EH_SPLITS", splits)),
         (dims.eh_rows // 16 * splits, 1, 1),
         WARPS * 32,
+        cluster=splits // 2,
         max_registers=128,
         min_blocks=2,
     )

@@ -8,16 +8,16 @@ from cuq1.cuda.kernels.draft import eh_splits
 from cuq1.plan.dims import ROWS, Dims
 from cuq1.plan.kernel import Define, Kernel
 
-PARTS = 4  # blocks that share a row
+PARTS = 4  # blocks that share a row, as far as it has columns
 WARP = 32
 
 
 def parts_of(dims: Dims) -> int:
-    """The blocks that share a row: a warp of float4 at least in each."""
-    parts = PARTS
-    while dims.hidden % (parts * 4 * WARP):
-        parts //= 2
-    return max(parts, 1)
+    """The blocks that share a row: a warp of float4 at least in each. ValueError where two of them can't."""
+    for parts in (PARTS, PARTS // 2):
+        if dims.hidden % (parts * 4 * WARP) == 0:
+            return parts
+    raise ValueError(f"hidden {dims.hidden} is not a multiple of {8 * WARP}")
 
 
 def embed(dims: Dims, rows: int = ROWS) -> Kernel:
@@ -35,12 +35,19 @@ def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
 
     moe: with routing, at most 8 rows; else expert ids and weights are not written.
     """
-    return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, (("ROUTED", 1),) if moe else (), moe * WARP)
+    routed: tuple[tuple[str, Define], ...] = (("ROUTED", 1),) if moe else ()
+    return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, _route_threads(dims) if moe else 0)
 
 
 def mlp_tail(dims: Dims, rows: int = ROWS) -> Kernel:
     """The MLP's sum over ranks, its norm, the residual, the next layer's input norm: twins.rows.mlp_tail."""
     return _kernel("tails.cu", "mlp_tail", MlpTailArgs, dims, rows)
+
+
+def _route_threads(dims: Dims) -> int:
+    """Two for each expert of the top_k best lanes of a warp; a warp where a lane has a single expert."""
+    each = dims.experts // WARP
+    return 2 * dims.top_k * each if each > 1 else WARP
 
 
 def _kernel(
