@@ -1,6 +1,6 @@
 // The chosen experts in one launch: gate and up, SiLU, product, down projection, weighted sum.
 //
-// PRECOND: grid: SMS blocks that all fit at once, one a multiprocessor (they wait for each other); block 320; weights
+// PRECOND: grid: SMS blocks that all fit at once, one a multiprocessor (they wait for each other); block 448; weights
 // and normed 16-byte aligned; a row's expert ids are distinct; arrived is zero. Waits on the attention tail (normed or
 // codes, expert_ids, expert_weights, inner_max cleared).
 // Reads the chosen experts once; writes and reads inner (L2), 2 * INNER bytes a pair; writes every live row of out.
@@ -12,7 +12,8 @@
 //
 // Roles: warp 8 finds the groups and sends copies, STAGES deep; warps 0..7 multiply: in gate/up they split K (the
 // activations' fragments stay in registers), in down they split groups; warp 9 fetches complete groups' inner into
-// shared memory. Blocks that own more rows of `down` take fewer units, so that all read the same number of bytes.
+// shared memory; warps 10..13 add a unit's sums in turn, store inner and count it. These have warps of their own since a
+// release waits about a microsecond for its stores, longer than a unit takes. Blocks that own more rows of `down` take fewer units, so that all read the same number of bytes.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
 #include "common/mma.cuh"
@@ -23,8 +24,9 @@ constexpr bool E4M3 = FP8 && FP8_ACTIVATIONS != 0;  // activations as well
 constexpr int KERNEL = KERNEL_GATE_UP;
 
 constexpr int CONSUMERS = 8;
-constexpr int PRODUCER = CONSUMERS, FETCHER = CONSUMERS + 1;
-constexpr int THREADS = (CONSUMERS + 2) * WARP;
+constexpr int PRODUCER = CONSUMERS, FETCHER = CONSUMERS + 1, FINISHER = CONSUMERS + 2;
+constexpr int FINISHERS = 4;
+constexpr int THREADS = (FINISHER + FINISHERS) * WARP;
 constexpr int CHUNK_BYTES = 512;
 constexpr int CHUNK_K = FP8 ? 32 : 16;
 
@@ -63,24 +65,23 @@ constexpr int STAGE_BYTES = PART_BYTES + SCALE_BYTES > LEAST_STAGE ? PART_BYTES 
 constexpr int ACT_STAGES = (ROWS * ACT_PITCH + STAGE_BYTES - 1) / STAGE_BYTES;  // where activations lie at first
 constexpr int FREE_STAGES = STAGES - ACT_STAGES;
 constexpr int DOWN_SUMS = CONSUMERS * MOST * SUM_FLOATS * 4;
-constexpr int UNIT_SUMS = 2 * CONSUMERS * WARP * 16;
-constexpr int SUMS_BYTES = DOWN_SUMS > UNIT_SUMS ? DOWN_SUMS : UNIT_SUMS;
+constexpr int UNIT_SUMS = FINISHERS * CONSUMERS * WARP * 16;
 
 static_assert(HIDDEN % 128 == 0 && INNER % CHUNK_K == 0, "whole scales and chunks");
 static_assert(CHUNKS % CONSUMERS == 0, "K is split among the warps");
 static_assert(!FP8 || (INNER % DOWN_SCALE_K == 0 && DOWN_SCALE_K % CHUNK_K == 0), "a chunk has one scale");
 static_assert(FREE_STAGES > 0, "weights start to arrive beside the activations");
-static_assert(SMEM == STAGES * STAGE_BYTES + SLOTS * PITCH + SUMS_BYTES, "the host and the kernel agree");
+static_assert(SMEM == STAGES * STAGE_BYTES + SLOTS * PITCH + UNIT_SUMS + DOWN_SUMS, "the host and the kernel agree");
 static_assert(SLOTS >= PAIRS && SLOTS < 32768, "every pair has a row");
 
 struct Shared {
     alignas(16) float weight[MAX_GROUPS][ROWS];  // routing weight over INNER_SCALE
-    float inverse[MAX_GROUPS][ROWS];             // of inner's E4M3 step; 0 where all is zero
+    float top[E4M3 ? MAX_GROUPS : 1][ROWS];      // of inner's magnitudes
     float scale[MAX_GROUPS][MOST][SCALES];
     short pair[MAX_GROUPS][ROWS];  // which row of shared inner; -1 where the row did not choose the group
     short pair_group[PAIRS];       // -1 for a dead row's
     Groups groups;
-    alignas(8) uint64_t full[STAGES], empty[STAGES], acts, rows[MAX_GROUPS];
+    alignas(8) uint64_t full[STAGES], empty[STAGES], acts, rows[MAX_GROUPS], summed[FINISHERS], read[FINISHERS];
 };
 
 // B of one chunk. Half: k = 4t .. 4t + 3 of a chunk's (half) 16; E4M3: the codes of both halves.
@@ -155,40 +156,54 @@ struct Share {
 __device__ __forceinline__ int tiles_of_block() { return int(blockIdx.x) < MORE ? FEW + 1 : FEW; }
 __device__ __forceinline__ int first_tile_of_block() { return blockIdx.x * FEW + min_int(blockIdx.x, MORE); }
 
-// Adds the warps' sums of a unit, stores the product and says that the unit has arrived. One warp.
-__device__ __forceinline__ void finish(const ExpertsArgs& a, const Groups& groups, const float4 (*partial)[WARP], int unit,
-                                       float2 code_scale, int lane) {
-    const int group = unit / UNITS, column = unit % UNITS * 8 + lane / 4, token = lane % 4 * 2;
-    float4 sum = partial[0][lane];
+// Adds the warps' sums of every FINISHERS-th unit, stores the products and counts the units as arrived. One warp.
+__device__ __forceinline__ void finish(const ExpertsArgs& a, Shared& shared, const float4 (*sums)[CONSUMERS][WARP],
+                                       int mine, int lane) {
+    const int token = lane % 4 * 2;
+    float scale[2] = {1.0f, 1.0f};
+    if constexpr (E4M3) {
 #pragma unroll
-    for (int w = 1; w < CONSUMERS; ++w) {
-        const float4 x = partial[w][lane];
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        for (int i = 0; i < 2; ++i) scale[i] = token + i < a.rows ? a.code_scale[token + i] : 0.0f;
     }
-    const float scale[2] = {E4M3 ? code_scale.x : 1.0f, E4M3 ? code_scale.y : 1.0f};
-    const float gate[2] = {sum.x * scale[0], sum.y * scale[1]};
-    const float up[2] = {sum.z * scale[0], sum.w * scale[1]};
-    const int chose = groups.rows[group] >> token;
+    asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");  // the producer has found the groups
+    const Share share(shared.groups.count);
+    uint32_t parity = 0;
+    int turn = mine;
+    for (int unit = share.unit(turn); unit < share.units; unit = share.unit(turn += FINISHERS), parity ^= 1) {
+        const int group = unit / UNITS, column = unit % UNITS * 8 + lane / 4;
+        const int chose = shared.groups.rows[group] >> token;
+        barrier_wait(&shared.summed[mine], parity, a.fault, KERNEL, a.layer);
+        float4 sum = sums[mine][0][lane];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const f16 value = float_to_f16(silu(gate[i]) * up[i] * INNER_SCALE);
-        const bool mine = (chose >> i & 1) != 0;
-        if (mine) {
-            a.inner[(int64_t(group) * ROWS + token + i) * INNER + column] = value;
-            if ((value & 0x7c00) == 0x7c00) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL, a.layer);
+        for (int w = 1; w < CONSUMERS; ++w) {
+            const float4 x = sums[mine][w][lane];
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
         }
-        if constexpr (E4M3) {
-            float top = f16_to_float(value & 0x7fff);
+        __syncwarp();  // all lanes have read: the next sums may come here
+        if (lane == 0) barrier_arrive(&shared.read[mine]);
+        const float gate[2] = {sum.x * scale[0], sum.y * scale[1]};
+        const float up[2] = {sum.z * scale[0], sum.w * scale[1]};
 #pragma unroll
-            for (int offset = 4; offset < WARP; offset *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-            // Floats that are not negative compare as their bits do, and a maximum does not depend on its order.
-            int* const target = reinterpret_cast<int*>(a.inner_max) + group * ROWS + token + i;
-            if (mine && lane < 4) atomicMax(target, __float_as_int(top));
+        for (int i = 0; i < 2; ++i) {
+            const f16 value = float_to_f16(silu(gate[i]) * up[i] * INNER_SCALE);
+            const bool chosen = (chose >> i & 1) != 0;
+            if (chosen) {
+                a.inner[(int64_t(group) * ROWS + token + i) * INNER + column] = value;
+                if ((value & 0x7c00) == 0x7c00) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL, a.layer);
+            }
+            if constexpr (E4M3) {
+                float top = f16_to_float(value & 0x7fff);
+#pragma unroll
+                for (int offset = 4; offset < WARP; offset *= 2) {
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+                }
+                // Floats that are not negative compare as their bits do, and a maximum does not depend on its order.
+                int* const target = reinterpret_cast<int*>(a.inner_max) + group * ROWS + token + i;
+                if (chosen && lane < 4) atomicMax(target, __float_as_int(top));
+            }
         }
-    }
-    __syncwarp();  // all lanes have stored; the release below covers what they stored
-    if (lane == 0) {
-        asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrived + group) : "memory");
+        __syncwarp();  // all lanes have stored, and the release covers what they stored
+        if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrived + group) : "memory");
     }
 }
 
@@ -322,17 +337,12 @@ __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint
                 const f16* const source = a.inner + (int64_t(group) * ROWS + row) * INNER;
                 for (int i = lane; i < ROW_PIECES; i += WARP) copy_async_16(inner + pair * PITCH + 16 * i, source + 8 * i);
             }
-            if (E4M3 && lane < ROWS) {
-                const int* const bits = reinterpret_cast<const int*>(a.inner_max) + group * ROWS + lane;
-                const float top = shared.pair[group][lane] >= 0 ? __int_as_float(load_past_l1(bits)) : 0.0f;
-                shared.inverse[group][lane] = top > 0.0f ? MOST_E4M3 / top : 0.0f;
-                shared.weight[group][lane] *= top * (1.0f / MOST_E4M3);
+            if (E4M3 && lane < ROWS / 4) {  // 0 where a row did not choose the group, as the tail has left it
+                copy_async_16(&shared.top[group][4 * lane], a.inner_max + group * ROWS + 4 * lane);
             }
-            // Completes with each lane's copies; lane 0's own arrival, with the tables.
+            // Completes with the lane's copies.
             asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.rows[group]))
                          : "memory");
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&shared.rows[group]);
         }
         if (tries > (1 << 22)) {
             report_fault(a.fault, FAULT_COPY, KERNEL, a.layer);
@@ -361,13 +371,20 @@ __device__ __forceinline__ void project(const ExpertsArgs& a, Shared& shared, co
             barrier_wait(&shared.rows[group], 0, a.fault, KERNEL, a.layer);
             const int pair = shared.pair[group][token];
             const uint8_t* const row = inner + pair * PITCH + lane % 4 * 8;
+            float inverse = 1.0f;
+            float2 weight = *reinterpret_cast<const float2*>(&shared.weight[group][lane % 4 * 2]);
+            if constexpr (E4M3) {
+                const float top = shared.top[group][token];
+                const float2 step = *reinterpret_cast<const float2*>(&shared.top[group][lane % 4 * 2]);
+                inverse = top > 0.0f ? MOST_E4M3 / top : 0.0f;
+                weight.x *= step.x * (1.0f / MOST_E4M3), weight.y *= step.y * (1.0f / MOST_E4M3);
+            }
             Fragment b[DOWN_CHUNKS];
 #pragma unroll
             for (int c = 0; c < DOWN_CHUNKS; ++c) {
                 // What a row that did not choose the group holds was never fetched: it is a zero.
-                b[c] = pair < 0 ? Fragment{} : product(row, c, E4M3 ? shared.inverse[group][token] : 1.0f);
+                b[c] = pair < 0 ? Fragment{} : product(row, c, inverse);
             }
-            const float2 weight = *reinterpret_cast<const float2*>(&shared.weight[group][lane % 4 * 2]);
             const uint8_t* const tiles = stages + stage * STAGE_BYTES + (group - first) * N * TILE_BYTES;
 #pragma unroll
             for (int tile = 0; tile < N; ++tile) {
@@ -418,16 +435,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     extern __shared__ __align__(128) uint8_t stages[];
     __shared__ __align__(16) Shared shared;
     uint8_t* const inner = stages + STAGES * STAGE_BYTES;  // [SLOTS][PITCH]
-    uint8_t* const sums = inner + SLOTS * PITCH;
+    float4(*const unit_sums)[CONSUMERS][WARP] = reinterpret_cast<float4(*)[CONSUMERS][WARP]>(inner + SLOTS * PITCH);
+    float* const down_sums = reinterpret_cast<float*>(inner + SLOTS * PITCH + UNIT_SUMS);
     uint8_t* const acts = stages + FREE_STAGES * STAGE_BYTES;  // [ROWS][ACT_PITCH], before weights come there
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     for (int i = threadIdx.x; i < MAX_GROUPS; i += THREADS) {
         shared.groups.rows[i] = 0;
-        barrier_init(&shared.rows[i], WARP + 1);
+        barrier_init(&shared.rows[i], WARP);
         if (i < STAGES) {
             barrier_init(&shared.full[i], 1);
             barrier_init(&shared.empty[i], CONSUMERS);
+        }
+        if (i < FINISHERS) {
+            barrier_init(&shared.summed[i], CONSUMERS);
+            barrier_init(&shared.read[i], 1);
         }
         if (i == 0) barrier_init(&shared.acts, 1);
     }
@@ -456,12 +478,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
         return;
     }
 
-    float2 code_scale = make_float2(0.0f, 0.0f);
-    if constexpr (E4M3) {
-        const int token = lane % 4 * 2;
-        if (token < a.rows) code_scale.x = a.code_scale[token];
-        if (token + 1 < a.rows) code_scale.y = a.code_scale[token + 1];
+    if (warp >= FINISHER) {
+        finish(a, shared, unit_sums, warp - FINISHER, lane);
+        return;
     }
+
     barrier_wait(&shared.acts, 0, a.fault, KERNEL, a.layer);
     Fragment b[PARTS][WARP_CHUNKS];
 #pragma unroll
@@ -479,7 +500,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");  // the producer has found the groups
 
     const Share share(shared.groups.count);
-    float4(*const partial)[CONSUMERS][WARP] = reinterpret_cast<float4(*)[CONSUMERS][WARP]>(sums);
     int stage = 0, turn = 0;
     uint32_t parity = 0;
     for (int unit = share.unit(0); unit < share.units; unit = share.unit(++turn)) {
@@ -516,15 +536,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                 }
             }
         }
-        partial[turn % 2][warp][lane] = total;
-        // All warps' sums are there. The buffer is written again two units later, which nobody reaches before this
-        // unit's finisher has come to the next unit's barrier.
-        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARP) : "memory");
-        if (turn % CONSUMERS == warp) finish(a, shared.groups, partial[turn % 2], unit, code_scale, lane);
+        const int buffer = turn % FINISHERS, uses = turn / FINISHERS;
+        if (uses > 0) barrier_wait(&shared.read[buffer], (uses - 1) & 1, a.fault, KERNEL, a.layer);
+        unit_sums[buffer][warp][lane] = total;
+        __syncwarp();  // all lanes have written
+        if (lane == 0) barrier_arrive(&shared.summed[buffer]);
     }
-    // The tables of `down` are there, and the last finisher no longer reads the sums' place.
+    // The tables of `down` are there.
     asm volatile("bar.sync 3, %0;" ::"n"((CONSUMERS + 1) * WARP) : "memory");
-    float* const down_sums = reinterpret_cast<float*>(sums);
     if constexpr (MORE > 0) {
         if (int(blockIdx.x) < MORE) {
             project<FEW + 1>(a, shared, stages, inner, down_sums, stage, parity, warp, lane);

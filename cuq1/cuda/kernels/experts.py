@@ -17,6 +17,7 @@ _CHUNK = 512
 _STAGES = 5  # of gate_up: 80 KB in flight at the released sizes
 _DOWN_STAGES = 96 << 10  # bytes of down's stages, at most
 _FUSED_STAGES = 8
+_FINISHERS = 4  # warps of a fused block that add and store units
 
 
 def gate_up(dims: Dims, *, sms: int = SMS, stages: int | None = None) -> Kernel:
@@ -89,7 +90,7 @@ def fused(
     most = -(-dims.hidden // TILE // sms)
     slots = ROWS * max(dims.top_k, dense_groups)
     rows = slots * (-(-dims.inner * 2 // 128) * 128 + 32)
-    sums = max(2 * _WARPS * 32 * 16, _WARPS * most * ROWS * 20 * 4)
+    sums = _FINISHERS * _WARPS * 32 * 16 + _WARPS * most * ROWS * 20 * 4
     smem = stages * max(part, most * _tile_bytes(dims)) + rows + sums
     return Kernel(
         "experts.cu",
@@ -104,7 +105,7 @@ def fused(
             ("SMEM", smem),
         ),
         (sms, 1, 1),
-        (_WARPS + 2) * 32,
+        (_WARPS + 2 + _FINISHERS) * 32,
         smem=smem,
         max_registers=128,
     )
