@@ -182,6 +182,20 @@ class Bench:
             )
         return found
 
+    def marginal(self, plan: Plan, whole: Spread, repeats: int) -> list[dict[str, float | str]]:
+        """What the round gains where all launches of one kernel are left out, which counts what overlaps."""
+        found: list[dict[str, float | str]] = []
+        for name in dict.fromkeys(
+            ("draft " if one.layer == q1.DRAFT else "target ") + one.label for one in plan.launches
+        ):
+            kept = tuple(
+                one for one in plan.launches if ("draft " if one.layer == q1.DRAFT else "target ") + one.label != name
+            )
+            count = len(plan.launches) - len(kept)
+            gained = whole.median - self.time(Plan(plan.buffers, kept), repeats, reset=True).median
+            found.append({"kernel": name, "count": count, "us": gained / count, "total_us": gained})
+        return found
+
 
 def span(text: str) -> list[int]:
     """`8`, `4..8` or `4,6,8`."""
@@ -215,6 +229,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", type=float, default=37.7, help="distinct experts a layer")
     parser.add_argument("--fp8-activations", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="also each kernel by itself")
+    parser.add_argument("--marginal", action="store_true", help="also the round without each kernel")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-log", action="store_true", help="append no row to tools/benchlog/round.jsonl")
@@ -251,6 +266,11 @@ def _run(argv: list[str] | None) -> int:
                     f"  {one['kernel']:24} x{one['count']:4} {one['us']:8.2f} µs {one['bytes'] / 1e6:9.3f} MB "  # type: ignore[operator]
                     f"{one['gbps']:8.0f} GB/s {one['of_ceiling']:7.1%}"
                 )
+            if args.marginal and rows == max(args.rows):
+                for one in bench.marginal(plan, spread, args.repeats):
+                    print(
+                        f"  without {one['kernel']:20} x{one['count']:4} {one['us']:7.2f} µs each, {one['total_us']:7.1f}"
+                    )
             if not args.no_log:
                 append_row(
                     "round",
