@@ -1,12 +1,9 @@
 """Prompt processing on the GPU: the steps of cuq1.models.prefill, bound to addresses once and issued for any chunk."""
 
 from collections.abc import Mapping, Sequence
-from ctypes import Structure
-from dataclasses import replace
 
 from cuq1.cuda.execute import load_all
-from cuq1.cuda.launch import launch
-from cuq1.cuda.module import Function
+from cuq1.cuda.launch import Call
 from cuq1.models.prefill import Chunk, Step
 from cuq1.plan.types import Ref, Value
 
@@ -24,23 +21,22 @@ class Chunks:
         makers = dict.fromkeys(step.make for step in steps)
         kernels = {make: make(1) for make in makers}
         functions = load_all(list(dict.fromkeys(kernels.values())), arch)
-        self._bound: list[tuple[Step, Function, Structure]] = []
+        self._calls: list[tuple[Step, Call]] = []
         for step in steps:
             args = kernels[step.make].args()
             for name, value in step.args.items():
                 setattr(args, name, self._value(value))
-            self._bound.append((step, functions[kernels[step.make]], args))
+            self._calls.append((step, Call(functions[kernels[step.make]], args)))
 
     def issue(self, chunk: Chunk, stream: int) -> None:
         """Enqueues the chunk's launches on a stream, in order."""
-        for step, function, args in self._bound:
+        for step, call in self._calls:
             fields = step.at(chunk)
             if fields is None:
                 continue
             for name, value in fields.items():
-                setattr(args, name, self._value(value))
-            grid = step.make(int(args.rows)).grid
-            launch(replace(function, kernel=replace(function.kernel, grid=grid)), args, stream)
+                setattr(call.args, name, self._value(value))
+            call.issue(stream, step.make(call.args.rows).grid)
 
     def _value(self, value: Value) -> int | float:
         return self._addresses[value.buffer] + value.offset if isinstance(value, Ref) else value

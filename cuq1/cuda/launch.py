@@ -8,33 +8,55 @@ from cuq1.cuda.module import Function
 from cuq1.errors import DeviceError
 
 
-def launch(function: Function, args: Structure, stream: int) -> None:
-    """Enqueues a kernel on `stream` (a CUstream); in a stream that is captured, it becomes a node.
+class Call:
+    """A kernel and its arguments, to be launched any number of times; the structure's fields may change between.
 
-    The driver copies `args` before it returns. Raises TypeError for arguments of another kernel, and DeviceError for
-    what the driver refuses.
+    Raises TypeError for arguments of another kernel.
     """
-    kernel = function.kernel
-    if type(args) is not kernel.args:
-        raise TypeError(f"{kernel.entry} takes {kernel.args.__name__}, not {type(args).__name__}")
-    driver = bindings()
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = kernel.grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.block, 1, 1
-    config.sharedMemBytes = kernel.smem
-    config.hStream = driver.CUstream(stream)
-    attributes = _attributes(driver, cluster=kernel.cluster, pdl=kernel.pdl)
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
-    parameters = (c_void_p * 1)(addressof(args))
-    try:
-        check(driver.cuLaunchKernelEx(config, driver.CUfunction(function.handle), addressof(parameters), 0))
-    except DeviceError as error:
-        grid = "x".join(map(str, kernel.grid))
-        raise DeviceError(
-            f"{kernel.entry} cannot be launched with grid {grid}, block {kernel.block}, cluster {kernel.cluster} and "
-            f"{kernel.smem} bytes of shared memory: {error}"
-        ) from None
+
+    def __init__(self, function: Function, args: Structure) -> None:
+        kernel = function.kernel
+        if type(args) is not kernel.args:
+            raise TypeError(f"{kernel.entry} takes {kernel.args.__name__}, not {type(args).__name__}")
+        self.args = args
+        self._kernel = kernel
+        self._driver = driver = bindings()
+        self._handle = driver.CUfunction(function.handle)
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = kernel.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.block, 1, 1
+        config.sharedMemBytes = kernel.smem
+        self._stream = -1
+        self._attributes = _attributes(driver, cluster=kernel.cluster, pdl=kernel.pdl)
+        config.attrs = self._attributes
+        config.numAttrs = len(self._attributes)
+        self._parameters = (c_void_p * 1)(addressof(args))
+
+    def issue(self, stream: int, grid: tuple[int, int, int] | None = None) -> None:
+        """Enqueues the kernel on `stream` (a CUstream), with another grid than its own where one is given.
+
+        In a stream that is captured, it becomes a node. The driver copies the arguments before it returns. Raises
+        DeviceError for what the driver refuses.
+        """
+        config, wanted = self._config, self._kernel.grid if grid is None else grid
+        if wanted != self._grid:
+            config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = wanted
+        if stream != self._stream:
+            config.hStream = self._driver.CUstream(stream)
+            self._stream = stream
+        try:
+            check(self._driver.cuLaunchKernelEx(config, self._handle, addressof(self._parameters), 0))
+        except DeviceError as error:
+            kernel = self._kernel
+            raise DeviceError(
+                f"{kernel.entry} cannot be launched with grid {'x'.join(map(str, wanted))}, block {kernel.block}, "
+                f"cluster {kernel.cluster} and {kernel.smem} bytes of shared memory: {error}"
+            ) from None
+
+
+def launch(function: Function, args: Structure, stream: int) -> None:
+    """Enqueues a kernel once: see Call."""
+    Call(function, args).issue(stream)
 
 
 def _attributes(driver: Any, *, cluster: int, pdl: bool) -> list[Any]:
