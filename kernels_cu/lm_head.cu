@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + WARP, 1)
             for (int c = 0; c < WARP_CHUNKS; ++c) w[c] = *reinterpret_cast<const uint4*>(chunk + c * 512);
 #pragma unroll
             for (int c = 0; c < WARP_CHUNKS; ++c) mma_chunk_f16(c % 2 == 0 ? even : odd, w[c], x[stage][c]);
+            reads_before_copies();
             __syncwarp();  // every lane has read its part before the slot is given back
             if (lane == 0) barrier_arrive(&empty[slot]);
             if (++slot == STAGES) {

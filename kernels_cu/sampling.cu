@@ -31,14 +31,17 @@ __device__ __forceinline__ Key load_key(const float* values, const int* ids, int
 __device__ __forceinline__ Key merged(const float* values, const int* ids, int pieces, bool wanted, Lists& lists, int part,
                                       int lane) {
     Key key = NO_KEY;
-    if (wanted && part < pieces) {
-        key = load_key(values, ids, part, lane);
-        Key next = part + ROW_WARPS < pieces ? load_key(values, ids, part + ROW_WARPS, lane) : NO_KEY;
-        for (int piece = part + ROW_WARPS; piece < pieces; piece += ROW_WARPS) {
-            const Key other = next;
-            if (piece + ROW_WARPS < pieces) next = load_key(values, ids, piece + ROW_WARPS, lane);
-            key = warp_merge(key, other, lane);
+    for (int first = part; wanted && first < pieces; first += 4 * ROW_WARPS) {
+        Key four[4];  // under way together, and merged as a tree
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int piece = first + i * ROW_WARPS;
+            four[i] = piece < pieces ? load_key(values, ids, piece, lane) : NO_KEY;
         }
+        const bool two = first + ROW_WARPS < pieces;
+        const Key some = two ? warp_merge(warp_merge(four[0], four[1], lane), warp_merge(four[2], four[3], lane), lane)
+                             : four[0];
+        key = first == part ? some : warp_merge(key, some, lane);
     }
 #pragma unroll
     for (int half = ROW_WARPS / 2; half > 0; half /= 2) {
@@ -154,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         state.draft_positions[lane] = now_done - 1 - lane;
         state.draft_hidden[lane] = accepted - lane;
     }
-    if (lane < ROWS) state.depth_rows[lane] = lane == 0 && asked.draft_limit > 0 ? accepted + 1 : 0;
+    // Also where nothing will be drafted: the draft's cache takes in what was committed.
+    if (lane < ROWS) state.depth_rows[lane] = lane == 0 ? accepted + 1 : 0;
     if (lane == 0) {
         state.tokens[0] = pending;
         state.positions[0] = now_done;
@@ -227,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS* WARP)
     pdl_wait();  // the lists, live
     pdl_trigger();
     const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
-    if (rows <= 0) return;
+    if (rows <= 0 || depth >= asked.draft_limit) return;  // depth 0 is computed also where no draft is wanted
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
     const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, true, lists, part, lane);
     if (part != 0) return;

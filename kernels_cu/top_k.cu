@@ -53,16 +53,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP;
     const int row = blockIdx.y, rank = int(cluster_rank());
 
-    pdl_wait();  // logits, live
-    pdl_trigger();
-    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
-    if (row >= rows) return;  // the whole cluster
-    cluster_arrive();         // this block runs: its shared memory can be written by others
-
     if (tid == 0) {
         bound = NO_KEY;
         found = 0;
     }
+    cluster_arrive();  // all blocks of the cluster run, so that the first one's shared memory can be written
+    cluster_wait();
+    pdl_wait();  // logits, live
+    pdl_trigger();
+    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
+    if (row >= rows) return;  // the whole cluster
+
     const int start = rank * PART, end = min_int(start + PART, VOCAB);
     const float* logits = a.logits + int64_t(row) * VOCAB;
     float value[PER_THREAD];
@@ -85,10 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
 
     const Key sorted = warp_sort(best, lane);
     maxima[warp][lane] = sorted;
-    __syncthreads();  // all maxima, and `bound` and `found` as set above
-    int ahead = lane;
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) ahead += count_larger(maxima[(warp + w) % WARPS], sorted);
+    __syncthreads();  // all maxima
+    const int ahead = lane + count_larger<WARPS>(maxima, warp, sorted);
     // Where fewer than 32 threads have a logit, whoever gets here has none: the bound is then NO_KEY, as it was.
     if (ahead == MAX_TOP_K - 1) bound = sorted;
     __syncthreads();  // bound
@@ -100,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
         }
     }
     __syncthreads();  // candidates, found
-    cluster_wait();   // all blocks of the cluster run
     const int count = found;
     if (tid >= count && tid < MAX_TOP_K) store_first_block(&lists[rank][tid], NO_KEY);
     for (int base = 0; base < count; base += THREADS / 4) {  // four lanes count for a candidate
@@ -117,9 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     cluster_wait();
     if (rank != 0) return;
     const Key key = lists[warp][lane];
-    int place = lane;
-#pragma unroll
-    for (int w = 1; w < BLOCKS; ++w) place += count_larger(lists[(warp + w) % BLOCKS], key);
+    const int place = lane + count_larger<BLOCKS>(lists, warp, key);
     if (place < MAX_TOP_K) {
         a.values[row * MAX_TOP_K + place] = key_value(key);
         a.ids[row * MAX_TOP_K + place] = key_id(key);

@@ -23,6 +23,11 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Before barrier_arrive on a barrier that gives shared memory back to bulk copies: this thread's reads of it come
+// first. An arrival alone does not hold the copy engine back until earlier loads have their values (seen on an
+// H200: tiles overwritten while they were read).
+__device__ __forceinline__ void reads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ bool barrier_try(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(

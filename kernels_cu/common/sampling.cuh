@@ -79,12 +79,24 @@ __device__ __forceinline__ Key warp_merge(Key a, Key b, int lane) {
     return key;
 }
 
-// How many of a list of 32, sorted, are larger.
-__device__ __forceinline__ int count_larger(const Key* sorted, Key key) {
-    int count = 0;
+// How many of the LISTS - 1 sorted lists that follow list `own`, cyclically, are larger. The searches go side by side,
+// as each step waits for shared memory.
+template <int LISTS>
+__device__ __forceinline__ int count_larger(const Key (*lists)[WARP], int own, Key key) {
+    int count[LISTS - 1] = {};
 #pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) count += sorted[count + step - 1] > key ? step : 0;
-    return count + (sorted[count] > key ? 1 : 0);
+    for (int step = WARP / 2; step > 0; step /= 2) {
+#pragma unroll
+        for (int i = 0; i < LISTS - 1; ++i) {
+            count[i] += lists[(own + 1 + i) % LISTS][count[i] + step - 1] > key ? step : 0;
+        }
+    }
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < LISTS - 1; ++i) {
+        total += count[i] + (lists[(own + 1 + i) % LISTS][count[i]] > key ? 1 : 0);
+    }
+    return total;
 }
 
 // ---- Sums of a warp's doubles, in NumPy's order ----

@@ -65,9 +65,10 @@ def with_drafts(rng, states, logits):
     """Up to seven drafts for each state, drawn by the twin."""
     wanted = rng.integers(0, MAX_DRAFTS + 1, len(states))
     for state, rows, count in zip(states, logits, wanted, strict=True):
+        limit, state["draft_limit"] = int(state["draft_limit"]), MAX_DRAFTS  # of the next round, not of this one
         for depth in range(count):
             twin.draft_sample(state, rows[depth], depth)
-        state["drafts"] = count
+        state["draft_limit"] = limit
     return states
 
 
@@ -277,7 +278,7 @@ def test_a_peak_that_is_not_finite_is_reported(gpu):
     rng = fresh()
     for bad, kernel in ((np.inf, "accept"), (-np.inf, "draft_sample")):
         states, logits = random_states(rng, 2), random_logits(rng, 2)[0]
-        logits[1, 0] = bad
+        states["draft_limit"], logits[1, 0] = MAX_DRAFTS, bad
         batch = Batch(gpu, states, logits, 1)
         with pytest.raises(DeviceError, match=f"not finite in {kernel}"):
             batch.accept() if kernel == "accept" else batch.draft_sample(0)

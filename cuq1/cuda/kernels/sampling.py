@@ -22,7 +22,7 @@ def draft_sample(dims: Dims, pieces: int = 1) -> Kernel:
 
 
 def _kernel(dims: Dims, entry: str, args: type[Structure], rows: int, pieces: int) -> Kernel:
-    warps = 1 if pieces == 1 else 2 if rows > 1 or pieces < 4 else 4
+    warps = 1 if pieces == 1 else 2
     block = rows * warps * 32
     defines = (*common(dims), ("ROW_WARPS", warps))
     return Kernel("sampling.cu", entry, args, defines, (1, 1, 1), block, max_registers=min(128, 65536 // block))

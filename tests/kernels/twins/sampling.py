@@ -68,6 +68,8 @@ def _settle(state, done, begin, committed, drafted):
 
 def draft_sample(state, logits, depth):
     """logits float32 [vocab] of the draft's depth `depth`."""
+    if depth >= state["draft_limit"]:
+        return
     done, drafts = int(state["done"]), depth + 1
     q = distribution(state, logits)
     token = draw(q, uniform(seed(state), done + 1 + depth, Purpose.DRAFT))
