@@ -108,7 +108,7 @@ def over_budget(kernel: Kernel, cubin: Cubin) -> str | None:
     by_memory = _SHARED // (cubin.smem + kernel.smem + _RESERVED)
     if min(by_registers, by_memory) < kernel.min_blocks:
         return (
-            f"{kernel.source}: {kernel.entry} needs {kernel.min_blocks} blocks on a multiprocessor, which has registers "
+            f"{kernel.source}: {kernel.entry} needs {kernel.min_blocks} blocks on a multiprocessor, with registers "
             f"for {by_registers} and shared memory for {by_memory} ({sizes})"
         )
     return None

@@ -51,9 +51,23 @@ def _inspect(argv: Sequence[str] | None) -> int:
         "--bandwidth", type=_bandwidth, default=DEFAULT_BANDWIDTH, metavar="B/s", help="default %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, bytes/s, ms and counts")
+    parser.add_argument("--plan", action="store_true", help="print the launches of one decode round on a GPU")
+    parser.add_argument("--rank", type=int, metavar="N", help="with --plan: which rank (default 0)")
+    parser.add_argument("--rows", type=int, metavar="N", help="with --plan: rows verified, 1 to 8 (default 8)")
+    parser.add_argument("--distinct", type=float, metavar="N", help="with --plan: distinct experts a layer")
     args = parser.parse_args(argv)
-    found = report(args.dir, args.tp, args.context, args.bandwidth)
-    print(json.dumps(found, indent=2, allow_nan=False) if args.json else render(found), flush=True)
+    if args.plan:
+        from cuq1.inspect.plan import plan_report, render_plan  # noqa: PLC0415  (kernels' sizes, for this alone)
+
+        rank, rows = args.rank or 0, 8 if args.rows is None else args.rows
+        found = plan_report(args.dir, args.tp, rank, rows, args.context, args.distinct, args.bandwidth)
+        text = render_plan(found)
+    elif any(value is not None for value in (args.rank, args.rows, args.distinct)):
+        parser.error("--rank, --rows and --distinct choose what --plan prints: give --plan as well")
+    else:
+        found = report(args.dir, args.tp, args.context, args.bandwidth)
+        text = render(found)
+    print(json.dumps(found, indent=2, allow_nan=False) if args.json else text, flush=True)
     return 0
 
 

@@ -10,17 +10,17 @@ def render(found: dict[str, Any]) -> str:
     """The text of a report, without a final newline."""
     rank = f"one rank of {found['tp']}"
     floor = found["floor"]
-    blocks = [(found["path"], _aligned(_overview(found["config"], found["parameters"])))]
+    blocks = [(found["path"], aligned(_overview(found["config"], found["parameters"])))]
     for part, kinds in found.get("tensors", {}).items():
-        table = [(row["kind"], str(row["tensors"]), _size(row["bytes"]), " ".join(row["dtypes"])) for row in kinds]
+        table = [(row["kind"], str(row["tensors"]), size_text(row["bytes"]), " ".join(row["dtypes"])) for row in kinds]
         count, size = sum(row["tensors"] for row in kinds), sum(row["bytes"] for row in kinds)
-        blocks.append((f"{part}: {count} tensors, {_size(size)}", _aligned(table, right=(1, 2))))
-    blocks.append((f"{rank} holds", _aligned(_held(found["rank_bytes"], found["kv"]))))
-    parts = [(part, _size(size)) for part, size in floor["part_bytes"].items()]
-    blocks.append((f"{rank} reads", _aligned(parts, right=(1,))))
+        blocks.append((f"{part}: {count} tensors, {size_text(size)}", aligned(table, right=(1, 2))))
+    blocks.append((f"{rank} holds", aligned(_held(found["rank_bytes"], found["kv"]))))
+    parts = [(part, size_text(size)) for part, size in floor["part_bytes"].items()]
+    blocks.append((f"{rank} reads", aligned(parts, right=(1,))))
     blocks.append((f"floor of a round at {floor['bandwidth'] / 1e12:g} TB/s", _rounds(floor)))
-    read = [(str(row["context"]), _size(row["bytes"]), _ms(row["ms"])) for row in found["kv"]["read"]]
-    blocks.append(("KV on top", _aligned([("context", "bytes", "ms"), *read], right=range(3))))
+    read = [(str(row["context"]), size_text(row["bytes"]), _ms(row["ms"])) for row in found["kv"]["read"]]
+    blocks.append(("KV on top", aligned([("context", "bytes", "ms"), *read], right=range(3))))
     return "\n\n".join(f"{title}\n{table}" for title, table in blocks)
 
 
@@ -48,10 +48,10 @@ def _overview(size: dict[str, Any], counts: dict[str, int]) -> list[Row]:
 
 def _held(rank_bytes: dict[str, float], kv: dict[str, Any]) -> list[Row]:
     return [
-        *((f"{part} weights", _size(size)) for part, size in rank_bytes.items()),
-        ("KV of a token, each layer", _size(kv["bytes_per_token_layer"])),
-        ("KV of a token, full layers", _size(kv["bytes_per_token_full"])),
-        ("KV of a token, sliding layers", f"{_size(kv['bytes_per_token_sliding'])}, up to the window"),
+        *((f"{part} weights", size_text(size)) for part, size in rank_bytes.items()),
+        ("KV of a token, each layer", size_text(kv["bytes_per_token_layer"])),
+        ("KV of a token, full layers", size_text(kv["bytes_per_token_full"])),
+        ("KV of a token, sliding layers", f"{size_text(kv['bytes_per_token_sliding'])}, up to the window"),
     ]
 
 
@@ -59,14 +59,14 @@ def _rounds(floor: dict[str, Any]) -> str:
     head: Row = ("distinct experts a layer", "target", "ms")
     table: list[Row] = []
     for row in floor["rounds"]:
-        line: Row = (f"{row['distinct_experts']:g}", _size(row["target_bytes"]), _ms(row["target_ms"]))
-        table.append((*line, _size(row["round_bytes"]), _ms(row["round_ms"])) if floor["draft_depths"] else line)
+        line: Row = (f"{row['distinct_experts']:g}", size_text(row["target_bytes"]), _ms(row["target_ms"]))
+        table.append((*line, size_text(row["round_bytes"]), _ms(row["round_ms"])) if floor["draft_depths"] else line)
     if floor["draft_depths"]:
         head = (*head, f"with {floor['draft_depths']} draft depths", "ms")
-    return _aligned([head, *table], right=range(len(head)))
+    return aligned([head, *table], right=range(len(head)))
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Rows of cells in columns, indented; the columns in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -87,7 +87,7 @@ def _scaled(value: float) -> tuple[float, str]:
     return value, prefixes[power]
 
 
-def _size(size: float) -> str:
+def size_text(size: float) -> str:
     """Bytes to three digits, in powers of 1000."""
     value, prefix = _scaled(size)
     digits = 0 if value >= 99.95 or not prefix else 1 if value >= 9.995 else 2
