@@ -2,7 +2,7 @@
 //          in EH_SPLITS pieces of K, which entry_norm adds.
 //   PRECOND  grid (EH_ROWS / 16 * EH_SPLITS), cluster EH_SPLITS / 2, block 256; block b has tile b / EH_SPLITS and
 //            piece b % EH_SPLITS, of which the first half belong to the embedding. Arrays 16-byte aligned. Tokens,
-//            hidden_rows and hidden states are read after pdl_wait(); weights, norms and the table are nobody's to write.
+//            hidden_rows and hidden states are read after pdl_wait(); weights, norms and the table stay as they are.
 //   Reads EH_ROWS * HIDDEN * 4 bytes of weights once, and in each block its piece of the operand rows; writes
 //   EH_SPLITS * rows * EH_ROWS * 4.
 //

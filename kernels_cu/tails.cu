@@ -4,7 +4,7 @@
 //            halves, and as E4M3 or FP32 where asked for; the router's logits, TOP_K of them, and their softmax.
 // mlp_tail   y = the ranks' partials; out = h + ffn_scale y, or h + ffn_scale rms(y, ffn_out_norm); normed =
 //            rms(out, next_norm); residual = out, or rms(out, next_norm).
-//   PRECOND  grid (rows * PARTS), cluster PARTS; block COLUMN_THREADS, and ROUTE_THREADS more in attn_tail where ROUTED.
+//   PRECOND  grid (rows * PARTS), cluster PARTS; block COLUMN_THREADS, in attn_tail ROUTE_THREADS more where ROUTED.
 //            Arrays 16-byte aligned, ranks <= MAX_RANKS. Partials, residuals and routing are read after pdl_wait(),
 //            norms before. `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
 //   Reads rows * HIDDEN * 4 (ranks + 1) bytes and two norms, attn_tail also rows * EXPERTS * 8 ranks;
@@ -73,9 +73,9 @@ __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, f
 constexpr int A_LANE = EXPERTS / WARP;       // experts of a lane of the choosing warp, neighbours
 constexpr int CANDIDATES = TOP_K * A_LANE;   // those of the TOP_K best lanes
 constexpr int ROUTE_THREADS = A_LANE > 1 ? 2 * CANDIDATES : WARP;
-static_assert(EXPERTS % WARP == 0 && TOP_K == 8, "whole lanes of experts; a group of eight lanes ends the choice");
+static_assert(EXPERTS % WARP == 0 && TOP_K == 8, "whole lanes of experts; two vectors of shares");
 static_assert(A_LANE == 1 || A_LANE % 4 == 0, "keys in vectors of four");
-static_assert(ROUTE_THREADS % WARP == 0 && EXPERTS / 4 <= ROUTE_THREADS, "whole warps, which load four experts a thread");
+static_assert(ROUTE_THREADS % WARP == 0 && EXPERTS / 4 <= ROUTE_THREADS, "whole warps that load four experts a thread");
 
 struct Routing {
     alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
@@ -83,7 +83,8 @@ struct Routing {
     alignas(16) uint32_t best[WARP];        // of each lane
     alignas(16) uint32_t keys[CANDIDATES];  // by ascending expert
     int experts[TOP_K];                     // a candidate lane's first
-    float values[TOP_K];                    // what is chosen, in order
+    float top, inverse_h;                   // the largest value, not divided by rms(h)
+    alignas(16) float shares[TOP_K];        // of the chosen, in order: exp(logit - largest logit)
     int ids[TOP_K];
 };
 
@@ -137,7 +138,6 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
     route_sync();  // the parts are there
 
     Sublayer s;
-    bool again = false;
     if (thread < WARP) {
         float attended[A_LANE], residual[A_LANE];
 #pragma unroll
@@ -145,7 +145,9 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
             attended[i] = r.attended[lane * A_LANE + i];
             residual[i] = r.residual[lane * A_LANE + i];
         }
-        again = from_sums(row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer), a.attn_scale, s);
+        const float4 sums = row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer);
+        if (from_sums(sums, a.attn_scale, s))
+            s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
         uint32_t key[A_LANE];
 #pragma unroll
         for (int i = 0; i < A_LANE; ++i) key[i] = order_key(fmaf(s.factor, attended[i], residual[i]));
@@ -157,11 +159,14 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
 #pragma unroll
             for (int i = 0; i < width; ++i) best[i] = best[i] > best[i + width] ? best[i] : best[i + width];
         r.best[lane] = best[0];
+        // The largest value and 1 / rms(h) are known before the places are, so that shares need not wait for them.
+        const float top = key_value(__reduce_max_sync(0xffffffffu, best[0])), inverse_h = inverse_rms(s.out_squares);
+        if (lane == 0) r.top = top, r.inverse_h = inverse_h;
         __syncwarp();  // every lane's best is there
         const int place = keys_before<WARP / 4, 1>(r.best, 0, lane, best[0], true);
         if constexpr (A_LANE == 1) {
             if (place < TOP_K) {
-                r.values[place] = key_value(key[0]);
+                r.shares[place] = __expf((key_value(key[0]) - top) * inverse_h);
                 r.ids[place] = lane;
             }
         } else {
@@ -180,34 +185,34 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
         route_sync();  // the candidates are there
         const int index = thread / 2;
         const uint32_t key = r.keys[index];
+        const float share = __expf((key_value(key) - r.top) * r.inverse_h);
         int place = keys_before<CANDIDATES / 8, 2>(r.keys, thread % 2, index, key, thread % 2 == 0);
         place += __shfl_xor_sync(0xffffffffu, place, 1);
         if (thread % 2 == 0 && place < TOP_K) {
-            r.values[place] = key_value(key);
+            r.shares[place] = share;
             r.ids[place] = r.experts[index / A_LANE] + index % A_LANE;
         }
     }
     route_sync();  // the chosen are there
     if (thread >= WARP) return;
-    if (again) s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
-    const float inverse_h = inverse_rms(s.out_squares);
     int id = r.ids[lane % TOP_K];
-    float value = r.values[lane % TOP_K], top = r.values[0];
     if (a.forced_ids != nullptr) {
         id = __ldcg(a.forced_ids + row * TOP_K + lane % TOP_K);
-        value = fmaf(s.factor, r.attended[id], r.residual[id]);
-        top = warp_max(value);
+        const float value = fmaf(s.factor, r.attended[id], r.residual[id]);
+        const float forced_share = __expf((value - warp_max(value)) * r.inverse_h);
+        __syncwarp();  // every lane has its id; the shares may go
+        r.shares[lane % TOP_K] = forced_share;
+        __syncwarp();  // the new shares are there
     }
-    const float share = __expf((value - top) * inverse_h);
-    float total = share;
-#pragma unroll
-    for (int offset = TOP_K / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
+    const float4* shares = reinterpret_cast<const float4*>(r.shares);
+    const float4 pairs = sum(shares[0], shares[1]);
+    const float total = (pairs.x + pairs.y) + (pairs.z + pairs.w);
     if (lane < TOP_K) {
         a.expert_ids[row * TOP_K + lane] = id;
-        a.expert_weights[row * TOP_K + lane] = share / total;
+        a.expert_weights[row * TOP_K + lane] = __fdividef(r.shares[lane], total);  // 1 <= total <= TOP_K
     }
     // What is wrong with h itself is reported as such.
-    if (lane == 0 && is_finite(inverse_h) && !is_finite(total))
+    if (lane == 0 && is_finite(r.inverse_h) && !is_finite(total))
         report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
 }
 constexpr int TAIL_THREADS = COLUMN_THREADS + ROUTE_THREADS;

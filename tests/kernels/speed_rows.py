@@ -133,9 +133,12 @@ def main():
             **fixed,
         )
         us = show(f"eh_proj, {count} rows", calls)
+        print(f"  {size / us / 1e3:.0f} GB/s, {size / us / 1e3 / gpu.read_ceiling():.0%} of the ceiling")
         pairs = [call for pair in zip(calls, norming, strict=True) for call in pair]
         show(f"eh_proj, {count} rows, and entry_norm in turn", pairs)
-        print(f"  {size / us / 1e3:.0f} GB/s, {size / us / 1e3 / gpu.read_ceiling():.0%} of the ceiling")
+        for _, args in calls:
+            args.weights = eh[0].data.ptr
+        show(f"eh_proj, {count} rows, weights in L2", calls)
     gpu.close()
 
 

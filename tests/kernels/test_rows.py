@@ -297,7 +297,7 @@ def test_attn_tail_tells_broken_kernels(gpu, rng):
         (("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
         (("sum_ranks(a.o + at, a.ranks,", "sum_ranks(a.o + at, 1,"), "h"),
         (("fmaf(s.factor, attended[i], residual[i])", "residual[i]"), "expert_ids"),
-        (("__expf((value - top) * inverse_h)", "__expf(value - top)"), "expert_weights"),
+        (("__expf((key_value(key) - r.top) * r.inverse_h)", "__expf(key_value(key) - r.top)"), "expert_weights"),
         (("top * (1.0f / 448.0f)", "top * (1.0f / 100.0f)"), "code_scale"),
     ):
         with pytest.raises(AssertionError, match=match):
