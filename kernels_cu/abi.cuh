@@ -197,6 +197,28 @@ struct DownArgs {
     int reserved;
 };
 
+// GateUpArgs and DownArgs in one launch: the fields mean the same.
+struct ExpertsArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;
+    const uint8_t* codes;
+    const float* code_scale;
+    const uint8_t* gate_up;      // GateUpArgs.weights
+    const uint8_t* down;         // DownArgs.weights
+    const float* down_scales;    // DownArgs.scales
+    const int* expert_ids;
+    const float* expert_weights;
+    f16* inner;
+    float* inner_max;
+    int* arrived;                // [MAX_GROUPS + 1], zero before the first launch; a launch leaves it zero
+    float* out;
+    int dense_groups;
+    int reserved;
+};
+
 // y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.
 struct MlpTailArgs {
     Fault* fault;
@@ -213,6 +235,10 @@ struct MlpTailArgs {
     float ffn_scale;
     int normed_residual;
     int reserved;
+    const uint8_t* ahead;      // weights that L2 is asked for, as memory is idle until the next layer's experts:
+    const uint8_t* ahead_too;  // two ranges of so many bytes each, multiples of 16; 0 for none
+    int ahead_bytes;
+    int ahead_too_bytes;
 };
 
 struct LmHeadArgs {
@@ -401,12 +427,26 @@ struct PrefillAttentionArgs {
     const f16* k;            // [KV_HEADS][slots / 64][64][HEAD_DIM], swizzled; slot 0 is first_position
     const f16* v;
     const float* sink_k;     // [KV_HEADS][HEAD_DIM]
-    f16* attended;           // [rows][Q_HEADS * HEAD_DIM]
+    f16* attended;           // [rows][Q_HEADS * HEAD_DIM]; untouched where splits > 1, and then
+    float* partial_out;      // [splits][rows][Q_HEADS][HEAD_DIM], sum of 2^(s - max) v
+    float* partial_stats;    // [splits][rows][Q_HEADS][2], max of s and sum of 2^(s - max), the sink in split 0
     int slots;
     int start;
     int first_position;      // multiple of 64
     int window;              // 0 for all
     float scale;
+    int splits;              // of the keys, the grid's z
+};
+
+struct PrefillMergeArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* partial_out;
+    const float* partial_stats;
+    f16* attended;           // [rows][Q_HEADS * HEAD_DIM]
+    int splits;
     int reserved;
 };
 

@@ -1,13 +1,16 @@
 // Prompt processing: causal attention of a chunk over the cache, and the way between a ring and the staging buffer.
 //
 // prefill_attention
-//   PRECOND  grid (ceil(rows / 64), Q_HEADS), block 128, SMEM bytes. Everything is a predecessor's.
+//   PRECOND  grid (ceil(rows / 64), Q_HEADS, splits), block 128, SMEM bytes. Everything is a predecessor's.
 //            k and v hold, from slot 0 = first_position on, every position that a row sees, the chunk's own included.
 //   A block has 64 rows of one query head, a warp 16 of them; tiles of 64 keys pass through two stages, each tile one
 //   bulk copy as it lies in memory (kv.cuh's swizzle makes ldmatrix conflict-free). Softmax is the running one, in base 2;
 //   it starts from the sink: maximum z, sum 1, value 0. Late blocks, which see most keys, start first.
+//   Few rows would leave most of the chip idle: then the keys are split too, and prefill_merge joins the parts.
 //   Slots that no row sees may hold anything: their scores are replaced, their values cleared in shared memory.
 //   Reads q once, K and V once for each (64 rows, query head) from L2; writes rows * Q_HEADS * 256 bytes.
+// prefill_merge  sums the splits' parts in their order.
+//   PRECOND  grid (ceil(rows * Q_HEADS / 8)), block 256: a warp a row and head.
 // prefill_ring  copies rows of K and V between a sliding layer's ring, which a chunk would overrun, and the staging
 //   buffer, which holds the window before the chunk and the chunk.
 //   PRECOND  grid (ceil(rows / 16), KV_HEADS, 2), block 256; rows <= ring_slots, rows <= staged_slots. A row's place
@@ -24,6 +27,7 @@ constexpr int TILE_HALVES = KV_TILE * HEAD_DIM;
 constexpr int TILE_BYTES = TILE_HALVES * 2;
 constexpr int STAGES = 2;
 constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NOTHING = -1e30f;  // the maximum of no keys: finite, so that differences are no NaN
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const char* address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -78,7 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int low = a.start + first_row;                                  // positions of the block's queries
     const int high = a.start + min_int(first_row + QUERIES, a.rows) - 1;
     const int oldest = a.window > 0 ? max_int(0, low - a.window + 1) : 0;  // seen by any of them
-    const int first_tile = oldest / KV_TILE, tiles = high / KV_TILE + 1 - first_tile;
+    const int all_tiles = high / KV_TILE + 1 - oldest / KV_TILE, per_split = div_up(all_tiles, a.splits);
+    const int split = int(blockIdx.z), first_tile = oldest / KV_TILE + split * per_split;
+    const int tiles = max_int(0, min_int(per_split, all_tiles - split * per_split));  // of this split, none perhaps
     const f16* k = a.k + int64_t(kv_head) * a.slots * HEAD_DIM - int64_t(a.first_position) * HEAD_DIM;
     const f16* v = a.v + int64_t(kv_head) * a.slots * HEAD_DIM - int64_t(a.first_position) * HEAD_DIM;
     auto fetch = [&](int tile) {
@@ -114,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const float scale = a.scale * LOG2_E;
     float max0 = quad_sum(sink0) * scale, max1 = quad_sum(sink1) * scale;
     float sum0 = t == 0 ? 1.0f : 0.0f, sum1 = sum0;  // this lane's part; the sink counts once
+    if (split > 0) max0 = max1 = NOTHING, sum0 = sum1 = 0.0f;
     float out[HEAD_DIM / 8][4];
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n)
@@ -216,7 +223,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (threadIdx.x == 0 && tile + STAGES < tiles) fetch(tile + STAGES);
     }
 
-    const float inverse0 = 1.0f / quad_sum(sum0), inverse1 = 1.0f / quad_sum(sum1);
+    sum0 = quad_sum(sum0);
+    sum1 = quad_sum(sum1);
+    if (a.splits > 1) {
+        const int64_t at0 = (int64_t(split) * a.rows + row0) * Q_HEADS + head, at1 = at0 + 8 * Q_HEADS;
+        if (t == 0 && row0 < a.rows) reinterpret_cast<float2*>(a.partial_stats)[at0] = make_float2(max0, sum0);
+        if (t == 0 && row1 < a.rows) reinterpret_cast<float2*>(a.partial_stats)[at1] = make_float2(max1, sum1);
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+            const int dim = n * 8 + 2 * t;
+            if (row0 < a.rows)
+                *reinterpret_cast<float2*>(a.partial_out + at0 * HEAD_DIM + dim) = make_float2(out[n][0], out[n][1]);
+            if (row1 < a.rows)
+                *reinterpret_cast<float2*>(a.partial_out + at1 * HEAD_DIM + dim) = make_float2(out[n][2], out[n][3]);
+        }
+        return;
+    }
+    const float inverse0 = 1.0f / sum0, inverse1 = 1.0f / sum1;
     bool finite = true;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n) {
@@ -233,6 +256,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
     }
     if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+}
+
+extern "C" __global__ void __launch_bounds__(256) prefill_merge(const __grid_constant__ PrefillMergeArgs a) {
+    pdl_wait();
+    pdl_trigger();
+    const int item = int(blockIdx.x) * 8 + int(threadIdx.x) / WARP, lane = threadIdx.x % WARP;  // row and head
+    if (item >= a.rows * Q_HEADS) return;
+    const float2* stats = reinterpret_cast<const float2*>(a.partial_stats) + item;
+    const float4* parts = reinterpret_cast<const float4*>(a.partial_out) + int64_t(item) * (HEAD_DIM / 4) + lane;
+    const int64_t stride = int64_t(a.rows) * Q_HEADS;
+    float top = NOTHING;
+    for (int s = 0; s < a.splits; ++s) top = fmaxf(top, stats[s * stride].x);
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float total = 0.0f;
+    for (int s = 0; s < a.splits; ++s) {
+        const float2 stat = stats[s * stride];
+        const float weight = exp2_fast(stat.x - top);
+        const float4 part = parts[s * stride * (HEAD_DIM / 4)];
+        total += weight * stat.y;
+        out.x += weight * part.x, out.y += weight * part.y, out.z += weight * part.z, out.w += weight * part.w;
+    }
+    const float inverse = 1.0f / total;
+    out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
+    reinterpret_cast<uint2*>(a.attended)[int64_t(item) * (HEAD_DIM / 4) + lane] =
+        make_uint2(pack_f16(out.x, out.y), pack_f16(out.z, out.w));
+    if (!is_finite(out.x) || !is_finite(out.y) || !is_finite(out.z) || !is_finite(out.w))
+        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
 }
 
 extern "C" __global__ void __launch_bounds__(256) prefill_ring(const __grid_constant__ PrefillRingArgs a) {

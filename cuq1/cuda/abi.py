@@ -204,6 +204,29 @@ class DownArgs(Structure):
     )
 
 
+class ExpertsArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("codes", Pointer),
+        ("code_scale", Pointer),
+        ("gate_up", Pointer),
+        ("down", Pointer),
+        ("down_scales", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+        ("inner", Pointer),
+        ("inner_max", Pointer),
+        ("arrived", Pointer),
+        ("out", Pointer),
+        ("dense_groups", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 class MlpTailArgs(Structure):
     _fields_ = (
         ("fault", Pointer),
@@ -220,6 +243,10 @@ class MlpTailArgs(Structure):
         ("ffn_scale", c_float),
         ("normed_residual", c_int32),
         ("reserved", c_int32),
+        ("ahead", Pointer),
+        ("ahead_too", Pointer),
+        ("ahead_bytes", c_int32),
+        ("ahead_too_bytes", c_int32),
     )
 
 
@@ -464,11 +491,27 @@ class PrefillAttentionArgs(Structure):
         ("v", Pointer),
         ("sink_k", Pointer),
         ("attended", Pointer),
+        ("partial_out", Pointer),
+        ("partial_stats", Pointer),
         ("slots", c_int32),
         ("start", c_int32),
         ("first_position", c_int32),
         ("window", c_int32),
         ("scale", c_float),
+        ("splits", c_int32),
+    )
+
+
+class PrefillMergeArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("partial_out", Pointer),
+        ("partial_stats", Pointer),
+        ("attended", Pointer),
+        ("splits", c_int32),
         ("reserved", c_int32),
     )
 

@@ -36,7 +36,7 @@ class Chunks:
                 continue
             for name, value in fields.items():
                 setattr(call.args, name, self._value(value))
-            call.issue(stream, step.make(call.args.rows).grid)
+            call.issue(stream, step.grid(fields))
 
     def _value(self, value: Value) -> int | float:
         return self._addresses[value.buffer] + value.offset if isinstance(value, Ref) else value

@@ -11,10 +11,11 @@ FP32 and `prefill.hidden16` FP16 the rows' final hidden states, and row 0 of `hi
 chunk.settle_from .. settle_to are the positions whose rows the draft's cache takes in: token p + 1 has to be known
 for position p. The one before the chunk may be among them: its hidden state is what row 0 of `hidden` still holds.
 
-Within a layer:  (ring > staging) qkv > attention (staging > ring) > o_proj > attn_tail > router > route > group >
-gate_up > down > combine > mlp_tail. A chunk would overrun a sliding layer's ring, so its attention reads a staging
-buffer with the window before the chunk and the chunk itself. Routing is not folded here: the FP32 router meets
-unrounded rows. A dense layer is experts that every row chose. One rank alone: nothing is exchanged.
+Within a layer:  (ring > staging) qkv > attention (> merge) (staging > ring) > o_proj > attn_tail > router > route >
+group > gate_up > down > combine > mlp_tail. A chunk would overrun a sliding layer's ring, so its attention reads a
+staging buffer with the window before the chunk and the chunk itself. Keys are split among blocks where a chunk has few
+rows. Routing is not folded here: the FP32 router meets unrounded rows. A dense layer is experts that every row chose.
+One rank alone: nothing is exchanged.
 
 A step's arguments depend on the chunk in a few numbers only, so that an executor (cuq1.cuda.chunks) binds them once.
 """
@@ -27,7 +28,7 @@ from math import prod
 from cuq1.cuda.kernels import prefill, rows
 from cuq1.cuda.kernels.prefill import CHUNK
 from cuq1.models.prefill_buffers import SCORED, staged_slots, thetas, working_buffers
-from cuq1.models.q1 import DRAFT, ITEM, Layer, Model
+from cuq1.models.q1 import DRAFT, ITEM, NOTHING_AHEAD, Layer, Model
 from cuq1.plan.dims import KV_TILE, Dims
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Buffer, Launch, Plan, Ref, Value
@@ -75,6 +76,11 @@ class Step:
     args: Fields
     at: Callable[[Chunk], Fields | None]
     weight_bytes: int
+
+    def grid(self, fields: Fields) -> tuple[int, int, int]:
+        """The kernel's grid for what `at` returned: for its rows, and its splits of the keys where it has any."""
+        x, y, z = self.make(_whole(fields["rows"])).grid
+        return x, y, _whole(fields["splits"]) if "splits" in fields else z
 
 
 def chunk_steps(model: Model) -> list[Step]:
@@ -131,7 +137,8 @@ def plan_of(model: Model, steps: Sequence[Step], chunk: Chunk) -> Plan:
         if fields is None:
             continue
         args = {**step.args, **fields}
-        launch = Launch(step.make(_rows(fields)), step.label, step.layer, args, step.weight_bytes, 0)
+        kernel = replace(step.make(_whole(fields["rows"])), grid=step.grid(fields))
+        launch = Launch(kernel, step.label, step.layer, args, step.weight_bytes, 0)
         for _, ref in launch.refs():
             used.setdefault(ref.buffer, known.get(ref.buffer) or _weight_buffer(model, ref.buffer))
         launches.append(launch)
@@ -143,10 +150,9 @@ def chunk_plan(model: Model, chunk: Chunk) -> Plan:
     return plan_of(model, chunk_steps(model), chunk)
 
 
-def _rows(fields: Fields) -> int:
-    rows_ = fields["rows"]
-    assert isinstance(rows_, int)
-    return rows_
+def _whole(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
 
 
 def _weight_buffer(model: Model, name: str) -> Buffer:
@@ -263,17 +269,27 @@ def _attention_part(b: _Steps, layer: Layer) -> None:
         b.add("window", layer.number, _maker(prefill.ring, d), {**ring, "to_ring": 0}, partial(_before, layer))
     place = partial(_place, layer)
     b.add("qkv", layer.number, _maker(prefill.qkv, d), qkv, place)
+    parts: Fields = {
+        "attended": Ref("prefill.attended"),
+        "partial_out": Ref("prefill.partial_out"),
+        "partial_stats": Ref("prefill.partial_stats"),
+    }
     attention: Fields = {
         "q": Ref("prefill.q"),
         "k": caches[0],
         "v": caches[1],
         "sink_k": b.weight(f"{p}.sink_k"),
-        "attended": Ref("prefill.attended"),
+        **parts,
         "slots": qkv["slots"],
         "window": layer.window,
         "scale": b.model.config.softmax_scale,
     }
-    b.add("attention", layer.number, _maker(prefill.attention, d), attention, place)
+    split = partial(_split, layer, b.model.sms)
+    b.add(
+        "attention", layer.number, _maker(prefill.attention, d), attention, lambda c: {**place(c), "splits": split(c)}
+    )
+    merge = partial(_merge, layer, b.model.sms)
+    b.add("merge", layer.number, _maker(prefill.merge, d), parts, merge)
     if layer.sliding:
         b.add("ring", layer.number, _maker(prefill.ring, d), {**ring, "to_ring": 1}, partial(_newest, layer))
     o: Fields = {
@@ -291,6 +307,16 @@ def _attention_part(b: _Steps, layer: Layer) -> None:
 def _place(layer: Layer, chunk: Chunk) -> Fields:
     first = _first_staged(layer, chunk) if layer.sliding else 0
     return {"rows": chunk.rows, "start": chunk.start, "first_position": first}
+
+
+def _split(layer: Layer, sms: int, chunk: Chunk) -> int:
+    keys = chunk.end if layer.window == 0 else min(chunk.end, layer.window + chunk.rows)
+    return prefill.splits_for(layer.dims, chunk.rows, keys, sms)
+
+
+def _merge(layer: Layer, sms: int, chunk: Chunk) -> Fields | None:
+    splits = _split(layer, sms, chunk)
+    return {"rows": chunk.rows, "splits": splits} if splits > 1 else None
 
 
 def _before(layer: Layer, chunk: Chunk) -> Fields | None:
@@ -365,6 +391,7 @@ def _tail(b: _Steps, layer: Layer, following: Layer | None) -> None:
         "ffn_out_norm": b.weight(f"{p}.ffn_out_norm") if layer.sandwich else 0,
         "ranks": 1,
         "ffn_scale": layer.ffn_scale,
+        **NOTHING_AHEAD,
     }
     make = _maker(rows.mlp_tail, d)
     if following is not None:

@@ -28,6 +28,9 @@ def working_buffers(model: Model, *, draft: bool = True) -> list[Buffer]:
         _buffer("normed", (CHUNK, d.hidden), f16),
         _buffer("q", (CHUNK, d.q_heads, HEAD_DIM), f16),
         _buffer("attended", (CHUNK, d.q_width), f16),
+        # Keys are split only where that makes at most two blocks, of 64 rows of a head, for each multiprocessor.
+        _buffer("partial_out", (2 * model.sms * 64, HEAD_DIM), f32),
+        _buffer("partial_stats", (2 * model.sms * 64, 2), f32),
         _buffer("o", (CHUNK, d.hidden), f32),
         _buffer("h", (CHUNK, d.hidden), f32),
         _buffer("ffn_normed", (CHUNK, d.hidden), f16),

@@ -131,7 +131,7 @@ def check_ring(gpu, dims, rows, start, first_position, to_ring, patch=None):
         assert untouched(np.delete(found, place[target], axis=1))
 
 
-def check_attention(gpu, dims, rows, start, window, patch=None):
+def check_attention(gpu, dims, rows, start, window, splits=1, patch=None):
     rng = generator()
     end = start + rows
     q = rng.standard_normal((rows, dims.q_heads, HEAD_DIM)).astype(np.float16)
@@ -146,11 +146,17 @@ def check_attention(gpu, dims, rows, start, window, patch=None):
     scale = HEAD_DIM**-0.5
     put = [gpu.array(a) for a in (dead_rows(q, rows), twin.swizzle(tiles[0]), twin.swizzle(tiles[1]), sink)]
     attended = gpu.poison((rows + EXTRA, dims.q_heads, HEAD_DIM), np.float16)
+    parts = [gpu.poison((splits, rows, dims.q_heads, width), np.float32) for width in (HEAD_DIM, 2)]
     args = abi.PrefillAttentionArgs(
-        gpu.fault.address, 0, 0, rows, *(x.data.ptr for x in put), attended.data.ptr, slots, start, first_position,
-        window, scale,
+        gpu.fault.address, 0, 0, rows, *(x.data.ptr for x in (*put, attended, *parts)), slots, start, first_position,
+        window, scale, splits,
     )  # fmt: skip
-    gpu.run(prefill.attention(dims, rows), args, patch)
+    gpu.run(prefill.attention(dims, rows, splits), args, patch if splits == 1 else None)
+    if splits > 1:
+        args = abi.PrefillMergeArgs(
+            gpu.fault.address, 0, 0, rows, *(x.data.ptr for x in parts), attended.data.ptr, splits
+        )  # fmt: skip
+        gpu.run(prefill.merge(dims, rows), args, patch)
     out = attended.get()
     assert error(out[:rows], twin.attention(q, k, v, sink, start + np.arange(rows), window, scale)) < 1e-3
     assert untouched(out[rows:])

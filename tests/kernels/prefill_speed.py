@@ -60,6 +60,7 @@ def main(rows=2048, history=6144):
         "pairs": xp.zeros(rows * 8, np.int32), "tiles": xp.zeros((prefill.tiles_bound(d, rows), 4), np.int32),
         "count": xp.zeros(1, np.int32), "inner": halves(rows * 8, d.inner), "down": codes(d.experts, d.hidden, d.inner),
         "apart": floats(rows, 8, d.hidden), "y": floats(rows, d.hidden), "units": units, "scales": scales,
+        "parts": floats(2 * 132 * 64, 128), "stats": floats(2 * 132 * 64, 2),
         "ring_k": halves(d.kv_heads, RING, 128), "ring_v": halves(d.kv_heads, RING, 128),
         "entry": halves(rows, 2 * d.hidden), "eh": halves(d.eh_rows, 2 * d.hidden), "head": halves(d.vocab, d.hidden),
         "head_out": floats(min(rows, 512), d.vocab),
@@ -70,6 +71,9 @@ def main(rows=2048, history=6144):
     caches = (p["k"], p["v"])
     staged = (p["ring_k"], p["ring_v"], *caches, RING, slots)
     scale = HEAD_DIM**-0.5
+    parts = (p["attended"], p["parts"], p["stats"])
+    full = prefill.splits_for(d, rows, history + rows, 132)
+    near = prefill.splits_for(d, rows, min(history, WINDOW) + rows, 132)
     eh = abi.PrefillLinearArgs(*start, p["entry"], p["eh"], 0, p["out"], d.hidden, 0, 1.0)
     head_rows = min(rows, 512)
     calls = {
@@ -77,10 +81,12 @@ def main(rows=2048, history=6144):
         "qkv": (prefill.qkv(d, rows), abi.PrefillQkvArgs(
             *start, p["normed"], p["qkv"], p["scales"], p["norms"], p["norms"] + 512, p["rope"], p["q"], *caches, slots,
             history, 0, 0)),
-        "attention full": (prefill.attention(d, rows), abi.PrefillAttentionArgs(
-            *start, p["q"], *caches, p["sink"], p["attended"], slots, history, 0, 0, scale)),
-        "attention window": (prefill.attention(d, rows), abi.PrefillAttentionArgs(
-            *start, p["q"], *caches, p["sink"], p["attended"], slots, history, first, WINDOW, scale)),
+        "attention full": (prefill.attention(d, rows, full), abi.PrefillAttentionArgs(
+            *start, p["q"], *caches, p["sink"], *parts, slots, history, 0, 0, scale, full)),
+        "attention window": (prefill.attention(d, rows, near), abi.PrefillAttentionArgs(
+            *start, p["q"], *caches, p["sink"], *parts, slots, history, first, WINDOW, scale, near)),
+        "merge": (prefill.merge(d, rows), abi.PrefillMergeArgs(
+            *start, p["parts"], p["stats"], p["attended"], max(full, near))),
         "ring out": (prefill.ring(d, max(1, history - first)), abi.PrefillRingArgs(
             gpu.fault.address, 0, 0, max(1, history - first), *staged, first, first, 0)),
         "ring in": (prefill.ring(d, rows), abi.PrefillRingArgs(*start, *staged, history, first, 1)),

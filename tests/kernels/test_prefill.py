@@ -72,6 +72,13 @@ def test_attention_of_the_released_window(gpu):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 129])
+@pytest.mark.parametrize(("start", "window", "splits"), [(0, 0, 4), (777, 0, 3), (1311, 256, 2), (3000, 0, 32)])
+def test_attention_in_splits(gpu, rows, start, window, splits):
+    check_attention(gpu, NANO, rows, start, window, splits)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("fp8", [True, False])
 def test_linear(gpu, rows, fp8):
@@ -158,8 +165,8 @@ def test_chunks_through_a_ring(gpu, window, slots):
         put_q = gpu.array(q[start : start + rows])
         out = gpu.poison((rows, dims.q_heads, HEAD_DIM), np.float16)
         args = abi.PrefillAttentionArgs(
-            gpu.fault.address, 0, 0, rows, put_q.data.ptr, *places[2:], put_sink.data.ptr, out.data.ptr, staged_slots,
-            start, first, window, scale,
+            gpu.fault.address, 0, 0, rows, put_q.data.ptr, *places[2:], put_sink.data.ptr, out.data.ptr, 0, 0,
+            staged_slots, start, first, window, scale, 1,
         )  # fmt: skip
         gpu.run(prefill.attention(dims, rows), args)
         found.append(out.get())
@@ -191,6 +198,9 @@ BROKEN = {
     ),
     "attention sink": (
         lambda g, p: check_attention(g, NANO, 65, 0, 0, patch=p), "sum0 = t == 0 ? 1.0f", "sum0 = t == 0 ? 0.9f"
+    ),
+    "attention merge": (
+        lambda g, p: check_attention(g, NANO, 65, 700, 0, 3, patch=p), "weight * stat.y", "stat.y"
     ),
     "attention garbage": (
         lambda g, p: check_attention(g, NANO, 65, 0, 0, patch=p), "position > high)", "position > high + 1)"

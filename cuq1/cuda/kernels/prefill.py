@@ -15,6 +15,7 @@ from cuq1.cuda.abi import (
     PrefillGateUpArgs,
     PrefillGroupArgs,
     PrefillLinearArgs,
+    PrefillMergeArgs,
     PrefillNormArgs,
     PrefillQkvArgs,
     PrefillRingArgs,
@@ -28,6 +29,7 @@ from cuq1.plan.kernel import Define, Kernel
 
 CHUNK = 2048  # tokens of a chunk, at most
 TILE_TOKENS = 64  # tokens of an expert that a block takes
+MAX_SPLITS = 32  # of the keys, among blocks of attention
 
 _ROWS = 128  # weight rows of a block
 _TOKENS = 128  # tokens of a block of a projection
@@ -81,12 +83,25 @@ def ring(dims: Dims, rows: int = CHUNK) -> Kernel:
     return Kernel(source, "prefill_ring", PrefillRingArgs, common(dims), grid, 256, max_registers=40)
 
 
-def attention(dims: Dims, rows: int = CHUNK) -> Kernel:
-    """attended float16 [rows, q_heads * 128]; twin: tests/kernels/twins/prefill.py `attention`."""
-    grid = (_ceil(rows, 64), dims.q_heads, 1)
+def splits_for(dims: Dims, rows: int, keys: int, multiprocessors: int) -> int:
+    """Splits of the `keys` that a chunk of few rows sees: two blocks a multiprocessor, eight tiles at least in each."""
+    blocks = _ceil(rows, 64) * dims.q_heads
+    return max(1, min(2 * multiprocessors // blocks, keys // (8 * KV_TILE), MAX_SPLITS))
+
+
+def attention(dims: Dims, rows: int = CHUNK, splits: int = 1) -> Kernel:
+    """attended float16 [rows, q_heads * 128], or its parts; twin: tests/kernels/twins/prefill.py `attention`."""
+    grid = (_ceil(rows, 64), dims.q_heads, splits)
     smem = 2 * 2 * KV_TILE * HEAD_DIM * 2
     source = "prefill_attention.cu"
     return Kernel(source, "prefill_attention", PrefillAttentionArgs, common(dims), grid, 128, smem=smem, min_blocks=2)
+
+
+def merge(dims: Dims, rows: int = CHUNK) -> Kernel:
+    """attended from the splits' parts; twin: `attention`."""
+    grid = (_ceil(rows * dims.q_heads, 8), 1, 1)
+    source = "prefill_attention.cu"
+    return Kernel(source, "prefill_merge", PrefillMergeArgs, common(dims), grid, 256, max_registers=64)
 
 
 def linear(in_width: int, out_rows: int, rows: int = CHUNK, *, fp8: bool) -> Kernel:
@@ -202,6 +217,7 @@ def kernels(dims: Dims) -> list[Kernel]:
         qkv(dims, kv_only=True),
         ring(dims),
         attention(dims),
+        merge(dims),
         o_proj(dims),
         eh_proj(dims),
         lm_head(dims),
