@@ -276,6 +276,10 @@ __device__ __forceinline__ int load_acquire(const int* address) {
     return x;
 }
 
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
 // Brings inner of the groups as they become complete. One warp.
 __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint8_t* inner, int lane) {
     float weight[LANE_PAIRS];
@@ -307,10 +311,12 @@ __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint
         }
     }
     if constexpr (FP8) {
+        // Nobody waits for these: a lane's arrival at a group's barrier comes after all that it copied before. As plain
+        // loads, each would wait for the one before it behind everything that is on its way: 20 us a launch.
         const int each = tiles * SCALES;
         for (int i = lane; i < count * each; i += WARP) {
             const int64_t tile = int64_t(shared.groups.expert[i / each]) * TILES + first_tile_of_block();
-            (&shared.scale[i / each][0][0])[i % each] = a.down_scales[tile * SCALES + i % each];
+            copy_async_4(&shared.scale[i / each][0][0] + i % each, a.down_scales + tile * SCALES + i % each);
         }
     }
     __syncwarp();
@@ -340,7 +346,7 @@ __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint
             if (E4M3 && lane < ROWS / 4) {  // 0 where a row did not choose the group, as the tail has left it
                 copy_async_16(&shared.top[group][4 * lane], a.inner_max + group * ROWS + 4 * lane);
             }
-            // Completes with the lane's copies.
+            // Completes with the lane's copies, the scales' among them.
             asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.rows[group]))
                          : "memory");
         }

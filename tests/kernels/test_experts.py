@@ -458,7 +458,7 @@ BROKEN_FUSED = {
     "weights of the next unit": ("(unit % UNITS) * UNIT", "((unit + 1) % UNITS) * UNIT"),
     "no routing weight": ("= weight[j] * (1.0f / INNER_SCALE)", "= 1.0f / INNER_SCALE"),
     "scale of another group": ("&shared.scale[group][0][0])[tile", "&shared.scale[group ^ 1][0][0])[tile"),
-    "row of another pair": ("/ TOP_K] = short(pair);", "/ TOP_K] = short(pair ^ 1);"),
+    "row of another pair": ("inner + pair * PITCH + lane", "inner + (pair ^ 1) * PITCH + lane"),
     "a group before it is complete": (
         "lane < count && load_acquire(a.arrived + lane) == UNITS",
         "lane < count",
