@@ -172,14 +172,16 @@ def _read(path: Path) -> str:
 
 
 def _headers(root: Path, name: str, text: str) -> dict[str, str]:
-    """Every header that a file includes in quotes, at any depth: paths relative to `root`, and their texts."""
+    """Every header that a file includes in quotes, at any depth: paths relative to `root`, and their texts.
+
+    Names are relative to `root` wherever the #include stands, since nothing else is on the compiler's path.
+    """
     found: dict[str, str] = {}
     waiting = [(name, text)]
     while waiting:
         parent, content = waiting.pop()
         for included in _INCLUDE.findall(content):
-            beside = os.path.normpath(Path(parent).parent / included)
-            relative = Path(beside if (root / beside).is_file() else os.path.normpath(included)).as_posix()
+            relative = Path(os.path.normpath(included)).as_posix()
             if relative.startswith("..") or not (root / relative).is_file():
                 raise DeviceError(f"{parent} includes {included}, which is not in {root}")
             if relative not in found and relative != name:
@@ -197,7 +199,7 @@ def _compile(kernel: Kernel, arch: str, text: str) -> tuple[bytes, str]:
     nvrtc = require("cuda.bindings.nvrtc")
     program = check(nvrtc.nvrtcCreateProgram(text.encode(), kernel.source.encode(), 0, [], []))
     try:
-        # The folder of headers is named last: it is no part of the key. The current folder is never searched.
+        # The folder of headers is named last: it is no part of the key. No other folder is searched.
         # Without NVRTC's own cache: sizes that give the same PTX twice would get a log without the registers.
         own = ["--no-cache", "--no-source-include", f"--include-path={folder('kernels_cu')}"]
         options = [*_options(kernel, arch), *own]
