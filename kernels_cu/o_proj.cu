@@ -8,7 +8,7 @@
 //
 // Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, straight
 // into registers, and every warp's weights have arrived as halves before the wait. Router blocks: ROUTER_EXPERTS rows
-// of fold, one bulk copy; a warp has half of the columns and two of the tokens, its part of fold in registers. FP32
+// of fold, one bulk copy; a warp has a quarter of the columns and half of the tokens, its part of fold in registers. FP32
 // FMAs: a tensor core's operands would lose what routing is to be decided by. Both kinds fit beside each other.
 #include "abi.cuh"
 #include "common/copy.cuh"
@@ -27,17 +27,17 @@ constexpr int PITCH = BLOCK_ROWS + 4;  // floats of a token's rows: tokens 2t, r
 constexpr int ROUTER_BLOCKS = MOE ? EXPERTS / ROUTER_EXPERTS : 0;
 constexpr int FOLD_WIDTH = K + SLICE;
 constexpr int FOLD_BYTES = ROUTER_EXPERTS * FOLD_WIDTH * 4;
-constexpr int K_PARTS = 2;                           // warps along a row of fold
+constexpr int K_PARTS = 4;                            // warps along a row of fold
 constexpr int WARP_TOKENS = ROWS / (WARPS / K_PARTS);
-constexpr int VECTORS = K / K_PARTS / (WARP * 4);    // float4 of a lane and token
-constexpr int PAIRS = SLICE / K_PARTS / (WARP * 2);  // float2 of a lane and token, of the residual's slice
-constexpr int LOGITS = WARP_TOKENS * ROUTER_EXPERTS; // of a warp
+constexpr int PAIRS = K / K_PARTS / (WARP * 2);       // of a lane's columns, for each token
+constexpr int SINGLES = SLICE / K_PARTS / WARP;       // of a lane's columns of the residual's slice
+constexpr int LOGITS = WARP_TOKENS * ROUTER_EXPERTS;  // of a warp
 
 static_assert(CHUNKS % WARPS == 0 && HIDDEN % BLOCK_ROWS == 0, "whole chunks a warp, whole tiles a block");
 static_assert(BLOCK_ROWS == WARP && ROWS * BLOCK_ROWS == THREADS, "PITCH is 4 modulo 32, a thread stores one sum");
-static_assert(!MOE || (EXPERTS % ROUTER_EXPERTS == 0 && K % (K_PARTS * WARP * 4) == 0 && SLICE % (K_PARTS * WARP * 2) == 0),
+static_assert(!MOE || (EXPERTS % ROUTER_EXPERTS == 0 && K % (K_PARTS * WARP * 2) == 0 && SLICE % (K_PARTS * WARP) == 0),
               "whole vectors a lane");
-static_assert(LOGITS == 4 || LOGITS == 8, "a warp's sums are halved with each shuffle until one is left");
+static_assert(LOGITS == 8 || LOGITS == 16, "a warp's sums are halved with each shuffle until one is left");
 
 struct TileShared {
     uint8_t tokens[WARPS][ROWS * TOKEN_PITCH<COLUMNS>];
@@ -62,22 +62,23 @@ __device__ __forceinline__ int rows_of(const OProjArgs& a) {
 }
 
 // Sums over the warp of all x at once: lane l gets that of x[l / (WARP / N)].
-template <int N>
-__device__ __forceinline__ float warp_sums(float (&x)[N]) {
-    const int lane = threadIdx.x % WARP;
-    int offset = WARP / 2;
+template <int N, int OFFSET = WARP / 2>
+__device__ __forceinline__ float warp_sums(const float (&x)[N]) {
+    if constexpr (N == 1) {
+        float sum = x[0];
 #pragma unroll
-    for (int n = N / 2; n > 0; n /= 2, offset /= 2) {
-        const bool upper = (lane & offset) != 0;
+        for (int offset = OFFSET; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        return sum;
+    } else {
+        const bool upper = (threadIdx.x & OFFSET) != 0;
+        float half[N / 2];
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
-            const float given = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
-            x[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+        for (int i = 0; i < N / 2; ++i) {
+            const float given = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
+            half[i] = kept + __shfl_xor_sync(0xffffffffu, given, OFFSET);
         }
+        return warp_sums<N / 2, OFFSET / 2>(half);
     }
-#pragma unroll
-    for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
-    return x[0];
 }
 
 __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, int block) {
@@ -100,19 +101,21 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
             scale[tile][c] = FP8 ? a.scales[(block * TILES + tile) * Q_HEADS + head] : 1.0f;
         }
     }
-    Halves weights[TILES][WARP_CHUNKS];
+    Halves early[TILES][WARP_CHUNKS];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
         for (int c = 0; c < WARP_CHUNKS; ++c) {
-            weights[tile][c] = to_halves(raw[tile][c]);
+            if (tile < PINNED) early[tile][c] = to_halves(raw[tile][c]);
         }
     }
     Fetch<COLUMNS> fetch(shared.tokens[warp], a.attended + warp * COLUMNS, K, a.rows);
     if (a.rows < 1) {  // see spoil()
         fetch.spoil();
 #pragma unroll
-        for (int i = 0; i < TILES * WARP_CHUNKS; ++i) spoil(weights[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+        for (int i = 0; i < TILES * WARP_CHUNKS; ++i) {
+            if (i / WARP_CHUNKS < PINNED) spoil(early[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+        }
     }
 
     pdl_wait();
@@ -125,7 +128,9 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
     for (int c = 0; c < WARP_CHUNKS; ++c) {
         const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) accumulate(acc[tile], weights[tile][c], x, scale[tile][c]);
+        for (int tile = 0; tile < TILES; ++tile) {
+            accumulate(acc[tile], tile < PINNED ? early[tile][c] : to_halves(raw[tile][c]), x, scale[tile][c]);
+        }
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -155,14 +160,14 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
         barrier_expect(&shared.arrived, FOLD_BYTES);
         bulk_load(shared.fold, a.fold + int64_t(first_expert) * FOLD_WIDTH, FOLD_BYTES, &shared.arrived);
     }
-    uint2 residual[WARP_TOKENS][PAIRS];
-    const int slice_column = part * (SLICE / K_PARTS) + lane * 2, column = part * (K / K_PARTS) + lane * 4;
+    float residual[WARP_TOKENS][SINGLES];
+    const int slice_column = part * (SLICE / K_PARTS) + lane, column = part * (K / K_PARTS) + lane * 2;
 #pragma unroll
     for (int token = 0; token < WARP_TOKENS; ++token) {
         const int row = min_int(first_token + token, a.rows - 1);  // beyond them, memory that exists
         const float* const x = a.residual + row * HIDDEN + a.slice_start + slice_column;
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) residual[token][j] = load_l2_8(x + j * WARP * 2);
+        for (int j = 0; j < SINGLES; ++j) residual[token][j] = load_l2_float(x + j * WARP);
     }
     __syncthreads();  // the mbarrier is initialised
     barrier_wait(&shared.arrived, 0, a.fault, KERNEL_O_PROJ, a.layer);
@@ -171,14 +176,10 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
 #pragma unroll
     for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-            const float2 w = *reinterpret_cast<const float2*>(&shared.fold[expert][K + slice_column + j * WARP * 2]);
+        for (int j = 0; j < SINGLES; ++j) {
+            const float w = shared.fold[expert][K + slice_column + j * WARP];
 #pragma unroll
-            for (int token = 0; token < WARP_TOKENS; ++token) {
-                float& sum = sums[token * ROUTER_EXPERTS + expert];
-                sum += w.x * __uint_as_float(residual[token][j].x);
-                sum += w.y * __uint_as_float(residual[token][j].y);
-            }
+            for (int token = 0; token < WARP_TOKENS; ++token) sums[token * ROUTER_EXPERTS + expert] += w * residual[token][j];
         }
     }
     const int logit = lane / (WARP / LOGITS);  // what a lane holds of a warp's sums; the first of its group stores it
@@ -186,24 +187,24 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
     const float of_residual = warp_sums(sums);
     if (lane % (WARP / LOGITS) == 0) shared.logits[1][part][token_of][expert_of] = of_residual;
 
-    float4 fold[ROUTER_EXPERTS][VECTORS];
+    float2 fold[ROUTER_EXPERTS][PAIRS];
 #pragma unroll
     for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
 #pragma unroll
-        for (int j = 0; j < VECTORS; ++j) {
-            fold[expert][j] = *reinterpret_cast<const float4*>(&shared.fold[expert][column + j * WARP * 4]);
+        for (int j = 0; j < PAIRS; ++j) {
+            fold[expert][j] = *reinterpret_cast<const float2*>(&shared.fold[expert][column + j * WARP * 2]);
         }
     }
 
     pdl_wait();
     pdl_trigger();
 
-    uint4 attended[WARP_TOKENS][VECTORS];
+    uint2 attended[WARP_TOKENS][PAIRS];
 #pragma unroll
     for (int token = 0; token < WARP_TOKENS; ++token) {
         const float* const x = a.attended32 + min_int(first_token + token, a.rows - 1) * K + column;
 #pragma unroll
-        for (int j = 0; j < VECTORS; ++j) attended[token][j] = load_l2_16(x + j * WARP * 4);
+        for (int j = 0; j < PAIRS; ++j) attended[token][j] = load_l2_8(x + j * WARP * 2);
     }
     const int rows = rows_of(a);
 #pragma unroll
@@ -212,22 +213,23 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
         for (int expert = 0; expert < ROUTER_EXPERTS; ++expert) {
             float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < VECTORS; ++j) {
-                const float4 w = fold[expert][j];
-                const uint4 x = attended[token][j];
-                sum += w.x * __uint_as_float(x.x) + w.y * __uint_as_float(x.y);
-                sum += w.z * __uint_as_float(x.z) + w.w * __uint_as_float(x.w);
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 w = fold[expert][j];
+                sum += w.x * __uint_as_float(attended[token][j].x);
+                sum += w.y * __uint_as_float(attended[token][j].y);
             }
             sums[token * ROUTER_EXPERTS + expert] = sum;
         }
     }
     const float of_attended = warp_sums(sums);
     if (lane % (WARP / LOGITS) == 0) shared.logits[0][part][token_of][expert_of] = of_attended;
-    __syncthreads();  // both halves of all columns are there
+    __syncthreads();  // all parts of the columns are there
     const int which = threadIdx.x / (ROWS * ROUTER_EXPERTS), rest = threadIdx.x % (ROWS * ROUTER_EXPERTS);
     const int token = rest / ROUTER_EXPERTS, expert = rest % ROUTER_EXPERTS;
     if (which < 2 && token < rows) {
-        const float sum = shared.logits[which][0][token][expert] + shared.logits[which][1][token][expert];
+        float sum = 0.0f;
+#pragma unroll
+        for (int p = 0; p < K_PARTS; ++p) sum += shared.logits[which][p][token][expert];
         (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert] = sum;
         check(a, sum);
     }

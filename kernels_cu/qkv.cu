@@ -92,6 +92,13 @@ __device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head he
     if (row >= rows) return;
     float sine, cosine;
     sincospif(2.0f * turns_of(position, inverse_frequency), &sine, &cosine);
+    float cosines[LANE_DIMS], sines[LANE_DIMS];
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; ++i) {
+        const int pair = lane / 4 * 8 + (lane & 1) * 4 + i;
+        cosines[i] = __shfl_sync(0xffffffffu, cosine, pair);
+        sines[i] = __shfl_sync(0xffffffffu, sine, pair);
+    }
     f16* out;
     if (head.is_q) {
         out = a.q + (row * Q_HEADS + head.number) * HEAD_DIM + dim;
@@ -121,16 +128,14 @@ __device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head he
         const bool second = (lane & 2) != 0;
 #pragma unroll
         for (int i = 0; i < LANE_DIMS; ++i) {
-            const int pair = lane / 4 * 8 + (lane & 1) * 4 + i;
             const float other = __shfl_xor_sync(0xffffffffu, x[i], 2);
-            const float c = __shfl_sync(0xffffffffu, cosine, pair), s = __shfl_sync(0xffffffffu, sine, pair);
-            if (lane < ROTARY / LANE_DIMS) x[i] = x[i] * c + (second ? other : -other) * s;
+            if (lane < ROTARY / LANE_DIMS) x[i] = x[i] * cosines[i] + (second ? other : -other) * sines[i];
         }
     }
     *reinterpret_cast<uint2*>(out) = make_uint2(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER) qkv(const __grid_constant__ QkvArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) __cluster_dims__(CLUSTER) qkv(const __grid_constant__ QkvArgs a) {
     __shared__ __align__(16) Shared shared;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int rank = blockIdx.x % CLUSTER;
@@ -175,19 +180,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     for (int c = 0; c < WARP_CHUNKS; ++c) {
         scale[c] = FP8 ? a.scales[head.number * (HIDDEN / SCALE_K) + (first_chunk + c) / SCALE_CHUNKS] : 1.0f;
     }
-    Halves weights[WARP_TILES][WARP_CHUNKS];
+    Halves early[WARP_TILES][WARP_CHUNKS];
 #pragma unroll
     for (int tile = 0; tile < WARP_TILES; ++tile) {
 #pragma unroll
         for (int c = 0; c < WARP_CHUNKS; ++c) {
-            weights[tile][c] = to_halves(raw[tile][c]);
+            if (tile < PINNED) early[tile][c] = to_halves(raw[tile][c]);
         }
     }
     Fetch<COLUMNS> fetch(shared.tokens[warp], a.normed + first_chunk * CHUNK_K, HIDDEN, a.rows);
     if (a.rows < 1) {  // see spoil()
         fetch.spoil();
 #pragma unroll
-        for (int i = 0; i < WARP_TILES * WARP_CHUNKS; ++i) spoil(weights[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+        for (int i = 0; i < WARP_TILES * WARP_CHUNKS; ++i) {
+            if (i / WARP_CHUNKS < PINNED) spoil(early[i / WARP_CHUNKS][i % WARP_CHUNKS]);
+        }
     }
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks run, and can receive
 
@@ -200,7 +207,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     for (int c = 0; c < WARP_CHUNKS; ++c) {
         const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
 #pragma unroll
-        for (int tile = 0; tile < WARP_TILES; ++tile) accumulate(acc[tile], weights[tile][c], x, scale[c]);
+        for (int tile = 0; tile < WARP_TILES; ++tile) {
+            accumulate(acc[tile], tile < PINNED ? early[tile][c] : to_halves(raw[tile][c]), x, scale[c]);
+        }
     }
 #pragma unroll
     for (int tile = 0; tile < WARP_TILES; ++tile) {

@@ -30,6 +30,12 @@ __device__ __forceinline__ uint4 load_l2_16(const void* address) {
     return x;
 }
 
+__device__ __forceinline__ float load_l2_float(const float* address) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ int load_l2_int(const int* address) {
     int x;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");

@@ -285,8 +285,8 @@ def test_o_proj_computes_live_rows_only(gpu, live):
         ("which < 2 && token < rows", "which < 2"),
         ("a.slice_start + slice_column", "a.slice_start + slice_column + 2"),
         ("for (int w = 0; w < WARPS; ++w) sum", "for (int w = 1; w < WARPS; ++w) sum"),
-        ("shared.logits[which][0][token][expert] +", ""),
-        ("sum += w.z * __uint_as_float(x.z) +", "sum +="),
+        ("for (int p = 0; p < K_PARTS", "for (int p = 1; p < K_PARTS"),
+        ("sum += w.y * __uint_as_float(attended[token][j].y)", ""),
     ],
     ids=["no scale", "dead rows", "dead rows of the router", "slice", "a warp's share", "half of K", "a column"],
 )

@@ -9,7 +9,7 @@ CLUSTER = 8  # blocks of a head in qkv: each has an eighth of K, and finishes on
 _O_TILES = 2  # tiles of a block in o_proj
 
 
-def qkv(dims: Dims) -> Kernel:
+def qkv(dims: Dims, pinned: int = 2, blocks: int = 1) -> Kernel:
     """q float16 [rows, q_heads, 128], and k and v float16 into the cache's slots; twin: tests' `projections.qkv`.
 
     normed: float16 [rows, hidden]; weights: heads of q, k and v as tiles, q's and k's rows in `repack.head_rows` order.
@@ -19,7 +19,7 @@ def qkv(dims: Dims) -> Kernel:
         "qkv.cu",
         "qkv",
         QkvArgs,
-        common(dims),
+        (*common(dims), ("PINNED", pinned), ("BLOCKS", blocks)),
         (CLUSTER * heads, 1, 1),
         288,
         cluster=CLUSTER,
@@ -27,21 +27,28 @@ def qkv(dims: Dims) -> Kernel:
     )
 
 
-def o_proj(dims: Dims, *, moe: bool = True) -> Kernel:
+def o_proj(dims: Dims, *, moe: bool = True, pinned: int = 8, blocks: int = 3) -> Kernel:
     """out float32 [rows, hidden]; for a MoE layer also the two parts of the router's logits float32 [rows, experts].
 
     attended: float16 and float32 [rows, q_heads * 128]; fold: float32 [experts, q_heads * 128 + slice], null where
     `moe` is false. Twin: tests' `projections.o_proj`, `projections.router`.
     """
     narrow = dims.q_width <= 768
-    experts = 4 if narrow else 2  # of a router block: what fits into registers
-    fit = 2 if narrow else 1  # blocks of a multiprocessor
+    experts = 4  # of a router block: what fits into registers
+    fit = blocks if narrow else 1  # blocks of a multiprocessor
     blocks = dims.hidden // 16 // _O_TILES + (dims.experts // experts if moe else 0)
     return Kernel(
         "o_proj.cu",
         "o_proj",
         OProjArgs,
-        (*common(dims), ("MOE", int(moe)), ("TILES", _O_TILES), ("ROUTER_EXPERTS", experts), ("BLOCKS", fit)),
+        (
+            *common(dims),
+            ("MOE", int(moe)),
+            ("TILES", _O_TILES),
+            ("ROUTER_EXPERTS", experts),
+            ("BLOCKS", fit),
+            ("PINNED", pinned),
+        ),
         (blocks, 1, 1),
         256,
         max_registers=128 if narrow else 168,
