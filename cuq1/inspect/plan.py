@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cuq1.checkpoint import RankShare
 from cuq1.config import load_config
 from cuq1.errors import ConfigError
 from cuq1.inspect.render import aligned, size_text
@@ -24,6 +25,7 @@ def plan_report(
     Raises ConfigError for what no rank or round can be.
     """
     config, draft = load_config(folder)
+    RankShare(config, tp)  # refuses a tp that does not divide the model
     if not 0 <= rank < tp:
         raise ConfigError(f"rank {rank} is not one of {tp}: choose 0 to {tp - 1}")
     if not 1 <= rows <= ROWS:
