@@ -76,36 +76,44 @@ class Device:
     smem: int
 
 
-@cache
 def open_device(ordinal: int = 0) -> Device:
-    """Opens a GPU: retains its primary context, which CuPy uses as well, and makes it current.
+    """Opens a GPU: its primary context, which CuPy uses as well, is retained once and made the calling thread's.
 
     Raises DeviceError for a missing package, driver or GPU, and for an architecture without kernels.
     """
+    found, context = _open(ordinal)
+    check(bindings().cuCtxSetCurrent(context))
+    require("cupy").cuda.Device(ordinal).use()
+    return found
+
+
+@cache
+def _open(ordinal: int) -> tuple[Device, Any]:
     driver = bindings()
     count = check(driver.cuDeviceGetCount())
     if not 0 <= ordinal < count:
         raise DeviceError(f"GPU {ordinal} does not exist: the driver sees {count}, numbered from 0")
     handle = check(driver.cuDeviceGet(ordinal))
-    name = _text(check(driver.cuDeviceGetName(128, handle))).split("\0")[0].strip()
+    name = _text(check(driver.cuDeviceGetName(128, handle))).rstrip("\0")
     ids = driver.CUdevice_attribute
 
     def attribute(suffix: str) -> int:
         return int(check(driver.cuDeviceGetAttribute(getattr(ids, f"CU_DEVICE_ATTRIBUTE_{suffix}"), handle)))
 
-    capability = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
-    arch = architecture(name, capability)
+    arch = architecture(name, (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")))
+    require("cupy")  # before a context takes memory
     context = check(driver.cuDevicePrimaryCtxRetain(handle))
-    check(driver.cuCtxSetCurrent(context))
-    require("cupy").cuda.Device(ordinal).use()
-    return Device(
-        ordinal=ordinal,
-        name=name,
-        arch=arch,
-        multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
-        memory=int(check(driver.cuDeviceTotalMem(handle))),
-        l2=attribute("L2_CACHE_SIZE"),
-        smem=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    return (
+        Device(
+            ordinal=ordinal,
+            name=name,
+            arch=arch,
+            multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
+            memory=int(check(driver.cuDeviceTotalMem(handle))),
+            l2=attribute("L2_CACHE_SIZE"),
+            smem=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        ),
+        context,
     )
 
 

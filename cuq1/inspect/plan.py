@@ -25,9 +25,7 @@ def plan_report(
     Raises ConfigError for what no rank or round can be.
     """
     config, draft = load_config(folder)
-    RankShare(config, tp)  # refuses a tp that does not divide the model
-    if not 0 <= rank < tp:
-        raise ConfigError(f"rank {rank} is not one of {tp}: choose 0 to {tp - 1}")
+    RankShare(config, tp, rank)  # refuses a tp that does not divide the model, and a rank outside it
     if not 1 <= rows <= ROWS:
         raise ConfigError(f"a round verifies 1 to {ROWS} rows, not {rows}")
     context = min(CONTEXT, config.max_position_embeddings) if context is None else context
