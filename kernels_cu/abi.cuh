@@ -235,10 +235,6 @@ struct MlpTailArgs {
     float ffn_scale;
     int normed_residual;
     int reserved;
-    const uint8_t* ahead;      // weights that L2 is asked for, as memory is idle until the next layer's experts:
-    const uint8_t* ahead_too;  // two ranges of so many bytes each, multiples of 16; 0 for none
-    int ahead_bytes;
-    int ahead_too_bytes;
 };
 
 struct LmHeadArgs {

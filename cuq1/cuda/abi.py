@@ -243,10 +243,6 @@ class MlpTailArgs(Structure):
         ("ffn_scale", c_float),
         ("normed_residual", c_int32),
         ("reserved", c_int32),
-        ("ahead", Pointer),
-        ("ahead_too", Pointer),
-        ("ahead_bytes", c_int32),
-        ("ahead_too_bytes", c_int32),
     )
 
 

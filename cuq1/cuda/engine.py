@@ -22,7 +22,7 @@ from cuq1.cuda.weights import rank_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
 from cuq1.models.prefill import CHUNK
-from cuq1.plan.dims import MAX_TOP_K
+from cuq1.plan.dims import MAX_TOP_K, ROWS
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
 from cuq1.sampling.rounds import Round
@@ -180,6 +180,25 @@ class CudaEngine(SequenceEngine):
         self._check_open()
         tokens = check_prompt(ids, self.vocab_size, self.context, room=0)
         return self._prefill.score(tokens)
+
+    def verified_logits(self, ids: Sequence[int]) -> F32:
+        """Next-token logits float32 [rows, vocab] after the last min(8, len(ids)) of `ids`, by the decode kernels.
+
+        For checks: it is how a round computes them, where `score` computes as a prompt is. The sequence becomes `ids`
+        without its last rows.
+        """
+        self._check_open()
+        tokens = check_prompt(ids, self.vocab_size, self.context, room=0)
+        rows = min(ROWS, len(tokens))
+        before = tokens[: len(tokens) - rows]
+        if before:
+            self.prefill(before)
+        else:
+            self._reset()
+        with self._change():
+            self._target_end = max(self._target_end, len(tokens))
+            self._fresh = False
+            return self._runtime.verify(tokens[-rows:], len(before))
 
 
 def _on_host(params: DecodeParams) -> bool:

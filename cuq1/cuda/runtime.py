@@ -1,6 +1,6 @@
 """One rank's model on the GPU: memory, graphs, and the request's state as host and device share it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, memmove, sizeof
 
 import numpy as np
@@ -183,3 +183,14 @@ class Runtime:
         self.run("round", rows, limit, lambda: q1.round_of(self.model, rows, limit))
         state = self.state
         return Round(tuple(state.log_tokens[: state.log_count]), state.log_drafted, state.log_accepted)
+
+    def verify(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+        """Logits float32 [rows, vocab] of at most eight tokens at positions start, start + 1, …."""
+        state = abi.State()
+        for i, token in enumerate(tokens):
+            state.tokens[i], state.positions[i] = token, start + i
+        self.send(state)
+        self.run("target", len(tokens), 0, lambda: q1.target_of(self.model, len(tokens)))
+        out = np.empty((len(tokens), self.model.dims.vocab), np.float32)
+        self.read("logits", out)
+        return out

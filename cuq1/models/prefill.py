@@ -28,7 +28,7 @@ from math import prod
 from cuq1.cuda.kernels import prefill, rows
 from cuq1.cuda.kernels.prefill import CHUNK
 from cuq1.models.prefill_buffers import SCORED, staged_slots, thetas, working_buffers
-from cuq1.models.q1 import DRAFT, ITEM, NOTHING_AHEAD, Layer, Model
+from cuq1.models.q1 import DRAFT, ITEM, Layer, Model
 from cuq1.plan.dims import KV_TILE, Dims
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Buffer, Launch, Plan, Ref, Value
@@ -78,9 +78,9 @@ class Step:
     weight_bytes: int
 
     def grid(self, fields: Fields) -> tuple[int, int, int]:
-        """The kernel's grid for what `at` returned: for its rows, and its splits of the keys where it has any."""
+        """The kernel's grid for what `at` returned: for its rows, and attention's splits of the keys."""
         x, y, z = self.make(_whole(fields["rows"])).grid
-        return x, y, _whole(fields["splits"]) if "splits" in fields else z
+        return x, y, _whole(fields["splits"]) if self.label == "attention" else z
 
 
 def chunk_steps(model: Model) -> list[Step]:
@@ -391,7 +391,6 @@ def _tail(b: _Steps, layer: Layer, following: Layer | None) -> None:
         "ffn_out_norm": b.weight(f"{p}.ffn_out_norm") if layer.sandwich else 0,
         "ranks": 1,
         "ffn_scale": layer.ffn_scale,
-        **NOTHING_AHEAD,
     }
     make = _maker(rows.mlp_tail, d)
     if following is not None:
