@@ -1,6 +1,7 @@
 """Prompt processing on the GPU: the steps of cuq1.models.prefill, bound to addresses once and issued for any chunk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from cuq1.cuda.execute import load_all
 from cuq1.cuda.launch import Call
@@ -30,13 +31,18 @@ class Chunks:
 
     def issue(self, chunk: Chunk, stream: int) -> None:
         """Enqueues the chunk's launches on a stream, in order."""
+        for _, issue in self.launches(chunk):
+            issue(stream)
+
+    def launches(self, chunk: Chunk) -> Iterator[tuple[str, Callable[[int], None]]]:
+        """(label, what enqueues it on a stream) of the chunk's launches; each is to be called before the next."""
         for step, call in self._calls:
             fields = step.at(chunk)
             if fields is None:
                 continue
             for name, value in fields.items():
                 setattr(call.args, name, self._value(value))
-            call.issue(stream, step.grid(fields))
+            yield step.label, partial(call.issue, grid=step.grid(fields))
 
     def _value(self, value: Value) -> int | float:
         return self._addresses[value.buffer] + value.offset if isinstance(value, Ref) else value

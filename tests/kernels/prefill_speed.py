@@ -2,9 +2,11 @@
 
     python -m tests.kernels.prefill_speed [rows] [history]
     python -m tests.kernels.prefill_speed prompt [tokens] ...
+    python -m tests.kernels.prefill_speed apart rows
 
 One rank's share at TP8, without exchanges. The first form times kernels (embed and the tails are memory passes that
-other tests time), the second whole prompts of a model with random weights, from the host's first launch to the end.
+other tests time), the second whole prompts of a model with random weights, from the host's first launch to the end, the
+third every launch of one chunk of it.
 """
 
 import sys
@@ -132,8 +134,8 @@ def main(rows=2048, history=6144):
     print(f"88 layers: {whole / 1e3:.1f} ms, {rows / whole * 1e6:.0f} tokens/s without embed and tails")
 
 
-def prompts(*lengths):
-    """Whole prompts through all layers and the draft's cache."""
+def prompts(*lengths, apart=False):
+    """Whole prompts through all layers and the draft's cache; apart: each launch timed by itself, summed by label."""
     gpu = Gpu()
     config, draft = load_config(paths.RELEASED)
     layout = weights_plan(config, draft, 8)
@@ -147,6 +149,9 @@ def prompts(*lengths):
     addresses |= {name: layout.address(arena["weights"], name) for name in layout.tensors}
     print(f"{arena.total / 1e9:.1f} GB on the GPU")
     run = Chunks(chunk_steps(model), addresses)
+    if apart:
+        _apart(gpu, run, Chunk(0, lengths[0]))
+        return
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, max(lengths) + 1).astype(np.int32)
     pointer = gpu.cupy.ndarray(
         CHUNK + 1, np.int32, gpu.cupy.cuda.MemoryPointer(
@@ -169,8 +174,29 @@ def prompts(*lengths):
     arena.close()
 
 
+def _apart(gpu, run, chunk):
+    stream = gpu.cupy.cuda.ExternalStream(gpu.stream)
+    for _ in range(2):
+        marks = []
+        for label, issue in run.launches(chunk):
+            begin, end = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
+            begin.record(stream)
+            issue(gpu.stream)
+            end.record(stream)
+            marks.append((label, begin, end))
+        gpu.wait()
+    total = {}
+    for label, begin, end in marks:
+        times = total.setdefault(label, [])
+        times.append(1e3 * gpu.cupy.cuda.get_elapsed_time(begin, end))
+    for label, times in total.items():
+        print(f"{label:12} {len(times):4} launches, {np.median(times):8.1f} us each, {sum(times) / 1e3:8.2f} ms in all")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["prompt"]:
+    if sys.argv[1:2] == ["apart"]:
+        prompts(int(sys.argv[2]), apart=True)
+    elif sys.argv[1:2] == ["prompt"]:
         prompts(*map(int, sys.argv[2:] or (1, 8, 512, 2048, 8192)))
     else:
         main(*map(int, sys.argv[1:]))
