@@ -16,11 +16,11 @@
 // so that a row whose sum comes out below 1/64 of the squares' own is summed again from h itself. 1/64 bounds the
 // relative error at about 128 roundings of a tree sum, 1e-5, a hundredth of a half's step.
 //
-// Routing is done by warps of their own beside the normalisation. 1 / rms(h) scales all logits alike, so the order is
-// that of rn + k ra, known with the first reduction. What counts then is the bytes that shared memory hands out: a
-// comparison of each key with all others would be 256 KB, 2,000 cycles. So a lane takes the largest of EXPERTS / 32
-// keys; the TOP_K are among the experts of the TOP_K lanes whose largest are largest, and a place among 32
-// lanes, then among 64 candidates, is a count of the keys that come before: 20 KB.
+// Routing is one warp's work beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of
+// rn + k ra, known with the first reduction. Eight groups of lanes have each a largest key; at least TOP_K keys reach
+// the least of these, and rarely many more (19 of 256 where keys are independent): those are packed together, and a
+// key's place is the number of keys that come before it. Rounds of a warp's maximum, TOP_K of them, took 0.8 us instead of
+// 0.2, and are left for what does not fit: floods of equal keys.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/experts.cuh"
 #include "common/row.cuh"
@@ -70,21 +70,19 @@ __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, f
 }
 
 #ifdef ROUTED
-constexpr int A_LANE = EXPERTS / WARP;       // experts of a lane of the choosing warp, neighbours
-constexpr int CANDIDATES = TOP_K * A_LANE;   // those of the TOP_K best lanes
-constexpr int ROUTE_THREADS = A_LANE > 1 ? 2 * CANDIDATES : WARP;
-static_assert(EXPERTS % WARP == 0 && TOP_K == 8, "whole lanes of experts; two vectors of shares");
-static_assert(A_LANE == 1 || A_LANE % 4 == 0, "keys in vectors of four");
-static_assert(ROUTE_THREADS % WARP == 0 && EXPERTS / 4 <= ROUTE_THREADS, "whole warps that load four experts a thread");
+constexpr int A_LANE = EXPERTS / WARP;  // experts of a lane of the choosing warp, neighbours
+constexpr int ROUTE_THREADS = EXPERTS / 4 > WARP ? EXPERTS / 4 : WARP;  // four experts a thread to load
+constexpr int CANDIDATES = 64;
+constexpr int AT_ONCE = 16;  // keys that a candidate is compared with in one go
+static_assert(EXPERTS % WARP == 0 && ROUTE_THREADS % WARP == 0, "whole warps, whole lanes of experts");
+static_assert(TOP_K == 8, "eight groups of four lanes, two vectors of shares");
 
 struct Routing {
     alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
     alignas(16) float residual[EXPERTS];
-    alignas(16) uint32_t best[WARP];        // of each lane
-    alignas(16) uint32_t keys[CANDIDATES];  // by ascending expert
-    int experts[TOP_K];                     // a candidate lane's first
-    float top, inverse_h;                   // the largest value, not divided by rms(h)
-    alignas(16) float shares[TOP_K];        // of the chosen, in order: exp(logit - largest logit)
+    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE];  // by ascending expert, then zeros
+    int experts[CANDIDATES];
+    alignas(16) float shares[TOP_K];  // of the chosen, in order: exp(logit - largest logit)
     int ids[TOP_K];
 };
 
@@ -98,34 +96,92 @@ __device__ __forceinline__ float key_value(uint32_t key) {
     return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu));
 }
 
-// Of `keys`, the fours number first, first + STEP, ..., COUNT of them: how many come before key number `index`. Larger
-// ones do, and equal ones that lie before it. Only one of the threads that share a count has `ties` set.
-template <int COUNT, int STEP>
-__device__ __forceinline__ int keys_before(const uint32_t* keys, int first, int index, uint32_t key, bool ties) {
+// How many of `count` keys come before key number `index`: larger ones, and equal ones that lie before it.
+__device__ __forceinline__ int keys_before(const uint32_t* keys, int count, int index, uint32_t key) {
     const uint4* fours = reinterpret_cast<const uint4*>(keys);
-    int count = 0;
+    // Equal keys of its own four; those of earlier fours are more than key - 1.
+    const uint4 own = fours[index / 4];
+    int before = (index % 4 > 0 && own.x == key) + (index % 4 > 1 && own.y == key) + (index % 4 > 2 && own.z == key);
+    for (int first = 0; first < count; first += AT_ONCE) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const uint4 four = fours[i * STEP + first];
-        // Equal keys in an earlier four come before: more than key - 1 is at least key.
-        const uint32_t limit = i * STEP + first < index / 4 ? key - 1 : key;
-        count += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
+        for (int i = 0; i < AT_ONCE / 4; ++i) {
+            const uint4 four = fours[first / 4 + i];
+            const uint32_t limit = first / 4 + i < index / 4 ? key - 1 : key;
+            before += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
+        }
     }
-    if (ties) {
-        const uint4 own = fours[index / 4];
-        count += (index % 4 > 0 && own.x == key) + (index % 4 > 1 && own.y == key) + (index % 4 > 2 && own.z == key);
-    }
-    return count;
+    return before;
 }
 
-__device__ __forceinline__ void route_sync() {
-    if constexpr (ROUTE_THREADS > WARP)
-        asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");
-    else
-        __syncwarp();
+// A warp's choice of the TOP_K first keys: their experts and shares, in order.
+__device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h, Routing& r) {
+    const int lane = threadIdx.x % WARP;
+    uint32_t most[A_LANE];
+#pragma unroll
+    for (int i = 0; i < A_LANE; ++i) most[i] = key[i];
+#pragma unroll
+    for (int width = A_LANE / 2; width > 0; width /= 2)
+#pragma unroll
+        for (int i = 0; i < width; ++i) most[i] = most[i] > most[i + width] ? most[i] : most[i + width];
+    const float top = key_value(__reduce_max_sync(0xffffffffu, most[0]));
+    uint32_t group = most[0];
+#pragma unroll
+    for (int offset = 1; offset < WARP / TOP_K; offset *= 2) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, group, offset);
+        group = group > other ? group : other;
+    }
+    const uint32_t least = __reduce_min_sync(0xffffffffu, group);
+
+    int count = 0, at = 0;  // candidates, and those of lower lanes
+#pragma unroll
+    for (int i = 0; i < A_LANE; ++i) {
+        const uint32_t lanes = __ballot_sync(0xffffffffu, key[i] >= least);
+        count += __popc(lanes);
+        at += __popc(lanes & ((1u << lane) - 1));
+    }
+    if (count <= CANDIDATES) {
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) {
+            if (key[i] >= least) {
+                r.keys[at] = key[i];
+                r.experts[at++] = lane * A_LANE + i;
+            }
+        }
+        if (lane < AT_ONCE) r.keys[count + lane] = 0;
+        __syncwarp();  // the candidates are there
+        for (int index = lane; index < count; index += WARP) {
+            const uint32_t own = r.keys[index];
+            const float share = __expf((key_value(own) - top) * inverse_h);
+            const int place = keys_before(r.keys, count, index, own);
+            if (place < TOP_K) {
+                r.shares[place] = share;
+                r.ids[place] = r.experts[index];
+            }
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int place = 0; place < TOP_K; ++place) {
+        uint32_t mine = 0;
+        int which = 0;
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) {
+            which = key[i] > mine ? i : which;
+            mine = key[i] > mine ? key[i] : mine;
+        }
+        const uint32_t first = __reduce_max_sync(0xffffffffu, mine);
+        // The lowest lane has the lowest expert.
+        const int winner = __ffs(__ballot_sync(0xffffffffu, mine == first)) - 1;
+        if (lane == winner) {
+            r.shares[place] = __expf((key_value(first) - top) * inverse_h);
+            r.ids[place] = lane * A_LANE + which;
+        }
+#pragma unroll
+        for (int i = 0; i < A_LANE; ++i) key[i] = lane == winner && i == which ? 0u : key[i];
+    }
 }
 
-// The routing of a row by ROUTE_THREADS threads.
+// The routing of a row by ROUTE_THREADS threads, of which the first warp chooses.
 __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
     const int lane = thread % WARP;
     const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
@@ -135,71 +191,29 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
         store4(r.residual + thread * 4, sum_ranks(a.router_residual + at, a.ranks, stride));
     }
     if (row >= live) return;
-    route_sync();  // the parts are there
-
-    Sublayer s;
-    if (thread < WARP) {
-        float attended[A_LANE], residual[A_LANE];
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) {
-            attended[i] = r.attended[lane * A_LANE + i];
-            residual[i] = r.residual[lane * A_LANE + i];
-        }
-        const float4 sums = row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer);
-        if (from_sums(sums, a.attn_scale, s))
-            s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
-        uint32_t key[A_LANE];
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) key[i] = order_key(fmaf(s.factor, attended[i], residual[i]));
-        uint32_t best[A_LANE];
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) best[i] = key[i];
-#pragma unroll
-        for (int width = A_LANE / 2; width > 0; width /= 2)
-#pragma unroll
-            for (int i = 0; i < width; ++i) best[i] = best[i] > best[i + width] ? best[i] : best[i + width];
-        r.best[lane] = best[0];
-        // The largest value and 1 / rms(h) are known before the places are, so that shares need not wait for them.
-        const float top = key_value(__reduce_max_sync(0xffffffffu, best[0])), inverse_h = inverse_rms(s.out_squares);
-        if (lane == 0) r.top = top, r.inverse_h = inverse_h;
-        __syncwarp();  // every lane's best is there
-        const int place = keys_before<WARP / 4, 1>(r.best, 0, lane, best[0], true);
-        if constexpr (A_LANE == 1) {
-            if (place < TOP_K) {
-                r.shares[place] = __expf((key_value(key[0]) - top) * inverse_h);
-                r.ids[place] = lane;
-            }
-        } else {
-            const uint32_t lanes = __ballot_sync(0xffffffffu, place < TOP_K);
-            if (place < TOP_K) {
-                const int at = __popc(lanes & ((1u << lane) - 1));  // ascending experts, so that ties can be told
-                r.experts[at] = lane * A_LANE;
-#pragma unroll
-                for (int i = 0; i < A_LANE; i += 4)
-                    *reinterpret_cast<uint4*>(r.keys + at * A_LANE + i) =
-                        make_uint4(key[i], key[i + 1], key[i + 2], key[i + 3]);
-            }
-        }
-    }
-    if constexpr (A_LANE > 1) {
-        route_sync();  // the candidates are there
-        const int index = thread / 2;
-        const uint32_t key = r.keys[index];
-        const float share = __expf((key_value(key) - r.top) * r.inverse_h);
-        int place = keys_before<CANDIDATES / 8, 2>(r.keys, thread % 2, index, key, thread % 2 == 0);
-        place += __shfl_xor_sync(0xffffffffu, place, 1);
-        if (thread % 2 == 0 && place < TOP_K) {
-            r.shares[place] = share;
-            r.ids[place] = r.experts[index / A_LANE] + index % A_LANE;
-        }
-    }
-    route_sync();  // the chosen are there
+    asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the parts are there
     if (thread >= WARP) return;
+
+    float attended[A_LANE], residual[A_LANE];
+#pragma unroll
+    for (int i = 0; i < A_LANE; ++i) {
+        attended[i] = r.attended[lane * A_LANE + i];
+        residual[i] = r.residual[lane * A_LANE + i];
+    }
+    Sublayer s;
+    if (from_sums(row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer), a.attn_scale, s))
+        s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
+    const float inverse_h = inverse_rms(s.out_squares);
+    uint32_t key[A_LANE];
+#pragma unroll
+    for (int i = 0; i < A_LANE; ++i) key[i] = order_key(fmaf(s.factor, attended[i], residual[i]));
+    choose(key, inverse_h, r);
+    __syncwarp();  // the chosen are there
     int id = r.ids[lane % TOP_K];
     if (a.forced_ids != nullptr) {
         id = __ldcg(a.forced_ids + row * TOP_K + lane % TOP_K);
         const float value = fmaf(s.factor, r.attended[id], r.residual[id]);
-        const float forced_share = __expf((value - warp_max(value)) * r.inverse_h);
+        const float forced_share = __expf((value - warp_max(value)) * inverse_h);
         __syncwarp();  // every lane has its id; the shares may go
         r.shares[lane % TOP_K] = forced_share;
         __syncwarp();  // the new shares are there
@@ -212,7 +226,7 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
         a.expert_weights[row * TOP_K + lane] = __fdividef(r.shares[lane], total);  // 1 <= total <= TOP_K
     }
     // What is wrong with h itself is reported as such.
-    if (lane == 0 && is_finite(r.inverse_h) && !is_finite(total))
+    if (lane == 0 && is_finite(inverse_h) && !is_finite(total))
         report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
 }
 constexpr int TAIL_THREADS = COLUMN_THREADS + ROUTE_THREADS;

@@ -252,27 +252,48 @@ def test_attn_tail_takes_prompt_chunks(gpu, rng, name):
         check_attn_tail(gpu, DIMS[name], attn_inputs(rng, DIMS[name], 203, ranks), 203, moe=False)
 
 
-def tied(rng, dims):
-    """Router parts of a few values only, both zeros among them, so that most choices are ties."""
+def tied(rng, dims, *, flood):
+    """Router parts of few values; with `flood`, both zeros and hardly another, so that most choices are ties."""
     x = attn_inputs(rng, dims, ROWS, 1)
     x["router_attended"][:] = -0.0
-    levels = np.array([-1.0, -0.0, 0.0, 0.5], np.float32)
-    x["router_residual"] = rng.choice(levels, x["router_residual"].shape, p=[0.4, 0.29, 0.29, 0.02])
+    if flood:
+        levels = np.array([-1.0, -0.0, 0.0, 0.5], np.float32)
+        x["router_residual"] = rng.choice(levels, x["router_residual"].shape, p=[0.4, 0.29, 0.29, 0.02])
+    else:
+        x["router_residual"] = np.round(x["router_residual"])
     return x
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DIMS)
-def test_ties_go_to_the_lower_index(gpu, rng, name):
+@pytest.mark.parametrize("flood", [True, False])
+def test_ties_go_to_the_lower_index(gpu, rng, name, flood):
     dims = DIMS[name]
-    x = tied(rng, dims)
+    x = tied(rng, dims, flood=flood)
     check_attn_tail(gpu, dims, x, ROWS)
-    for patch in (
-        ("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key"),
-        ("__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
-    ):
+    rounds = "__ffs(__ballot_sync(0xffffffffu, mine == first)) - 1"
+    if flood and dims.experts > 64:  # too many candidates to be packed
+        patch = (rounds, "31 - __clz(__ballot_sync(0xffffffffu, mine == first))")
+    else:
+        patch = ("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key")
+    with pytest.raises(AssertionError, match="expert_ids"):
+        check_attn_tail(gpu, dims, x, ROWS, patch=patch)
+    if flood:
         with pytest.raises(AssertionError, match="expert_ids"):
-            check_attn_tail(gpu, dims, x, ROWS, patch=patch)
+            check_attn_tail(gpu, dims, x, ROWS, patch=("__float_as_uint(x + 0.0f)", "__float_as_uint(x)"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0, 1, 2, 8])
+def test_candidates_of_any_number(gpu, rng, spread):
+    """A ramp of logits: the more of it lies in one lane's or group's experts, the more candidates there are."""
+    for _ in range(4):
+        x = attn_inputs(rng, RELEASED, ROWS, 1)
+        x["router_attended"][:] = 0
+        ramp = np.arange(RELEASED.experts, dtype=np.float32) / 50
+        noise = spread * rng.standard_normal(x["router_residual"].shape, np.float32)
+        x["router_residual"] = ramp[:: rng.choice([-1, 1])] + noise
+        check_attn_tail(gpu, RELEASED, x, ROWS)
 
 
 @pytest.mark.gpu
@@ -297,7 +318,7 @@ def test_attn_tail_tells_broken_kernels(gpu, rng):
         (("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
         (("sum_ranks(a.o + at, a.ranks,", "sum_ranks(a.o + at, 1,"), "h"),
         (("fmaf(s.factor, attended[i], residual[i])", "residual[i]"), "expert_ids"),
-        (("__expf((key_value(key) - r.top) * r.inverse_h)", "__expf(key_value(key) - r.top)"), "expert_weights"),
+        (("__expf((key_value(own) - top) * inverse_h)", "__expf(key_value(own) - top)"), "expert_weights"),
         (("top * (1.0f / 448.0f)", "top * (1.0f / 100.0f)"), "code_scale"),
     ):
         with pytest.raises(AssertionError, match=match):

@@ -36,18 +36,14 @@ def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
     moe: with routing, at most 8 rows; else expert ids and weights are not written.
     """
     routed: tuple[tuple[str, Define], ...] = (("ROUTED", 1),) if moe else ()
-    return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, _route_threads(dims) if moe else 0)
+    return _kernel(
+        "tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, max(dims.experts // 4, WARP) if moe else 0
+    )
 
 
 def mlp_tail(dims: Dims, rows: int = ROWS) -> Kernel:
     """The MLP's sum over ranks, its norm, the residual, the next layer's input norm: twins.rows.mlp_tail."""
     return _kernel("tails.cu", "mlp_tail", MlpTailArgs, dims, rows)
-
-
-def _route_threads(dims: Dims) -> int:
-    """Two for each expert of the top_k best lanes of a warp; a warp where a lane has a single expert."""
-    each = dims.experts // WARP
-    return 2 * dims.top_k * each if each > 1 else WARP
 
 
 def _kernel(
