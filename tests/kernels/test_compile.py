@@ -88,8 +88,8 @@ def test_too_few_blocks_on_a_multiprocessor_are_found():
     kernel = bandwidth.read_once()
     assert problems([kernel]) == []
     for change, why in (
-        ({"min_blocks": 5}, "needs 5 blocks on a multiprocessor, which has registers for 4 and"),
-        ({"smem": 120 * 1024}, "needs 2 blocks on a multiprocessor, which has registers for 4 and shared memory for 1"),
+        ({"min_blocks": 5}, "needs 5 blocks on a multiprocessor, with registers for 4 and"),
+        ({"smem": 120 * 1024}, "needs 2 blocks on a multiprocessor, with registers for 4 and shared memory for 1"),
     ):
         (found,) = problems([replace(kernel, **change)])
         assert why in found
