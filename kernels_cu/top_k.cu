@@ -92,10 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     if (ahead == MAX_TOP_K - 1) bound = sorted;
     __syncthreads();  // bound
     if (best >= bound && best != NO_KEY) {
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) mine += keys[i] >= bound && keys[i] != NO_KEY ? 1 : 0;
+        // Places are taken in any order; ranking by distinct keys makes the result the same.
+        int place = atomicAdd(&found, mine);
 #pragma unroll
         for (int i = 0; i < PER_THREAD; ++i) {
-            // Places are taken in any order; ranking by distinct keys makes the result the same.
-            if (keys[i] >= bound && keys[i] != NO_KEY) candidates[atomicAdd(&found, 1)] = keys[i];
+            if (keys[i] >= bound && keys[i] != NO_KEY) candidates[place++] = keys[i];
         }
     }
     __syncthreads();  // candidates, found
