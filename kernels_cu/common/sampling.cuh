@@ -1,6 +1,7 @@
 // A token's distribution, held by one warp: lane i has the i-th most likely candidate. The arithmetic is that of
 // cuq1/sampling in double precision and in NumPy's order of summation, so that equal logits give equal tokens:
-// the only operations that may differ in their last bit are exp and log.
+// the only operations that may differ in their last bit are exp, log, and what the stop rule makes of them (its
+// logarithms come from the exponents, not from the rounded probabilities).
 #pragma once
 #include "common/reduce.cuh"
 #include "common/types.cuh"
