@@ -1,0 +1,154 @@
+"""The GPU engine against the reference, on nano."""
+
+import numpy as np
+import pytest
+
+from cuq1.cuda.engine import CudaEngine
+from cuq1.cuda.memory import Arena
+from cuq1.engine import open_engine
+from cuq1.errors import Cuq1Error, DeviceError, RequestError
+from cuq1.sampling import DecodeParams
+from tests.paths import NANO
+from tools.bench import nano
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-2  # of logits, ||gpu - cpu|| / ||cpu||
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return nano()[2](9, 11)
+
+
+@pytest.fixture(scope="module")
+def cuda(gpu):
+    with open_engine(NANO, "cuda") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    with open_engine(NANO, "cpu") as engine:
+        yield engine
+
+
+def relative(got, expected):
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def tokens(engine, ids, **params):
+    engine.prefill(ids)
+    return [token for step in engine.decode(DecodeParams(**{"max_tokens": 60, **params})) for token in step]
+
+
+def test_scores(cuda, cpu, prompts):
+    for ids in prompts:
+        assert relative(cuda.score(ids), cpu.score(ids)) < TOLERANCE
+
+
+def test_scores_of_another_prompt_are_rejected(cuda, cpu, prompts):
+    ids = list(prompts[0])
+    ids[3] ^= 1
+    assert relative(cuda.score(ids), cpu.score(prompts[0])) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("draft", ["off", 1, 4, 7, "auto"])
+def test_greedy_follows_the_reference(cuda, cpu, prompts, draft):
+    for ids in prompts[:4]:
+        output = tokens(cuda, ids, temperature=0, draft=draft)
+        scores = cpu.score([*ids, *output[:-1]])[len(ids) - 1 :]
+        for row, token in zip(scores, output, strict=True):
+            assert row.max() - row[token] < 0.1  # the reference's choice, or as good as
+
+
+def test_verified_rows_are_those_of_a_prompt(cuda, cpu, prompts):
+    for ids in prompts[:4]:
+        for length in (1, 7, 8, 9, len(ids)):
+            got = cuda.verified_logits(ids[:length])
+            assert relative(got, cpu.score(ids[:length])[-len(got) :]) < TOLERANCE
+
+
+def test_the_same_request_gives_the_same_tokens(cuda, prompts):
+    for params in ({"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5}, {"temperature": 1.0, "seed": 6}):
+        cuda.rewind(0)
+        first = tokens(cuda, prompts[1], **params)
+        tokens(cuda, prompts[2])
+        cuda.rewind(0)
+        assert tokens(cuda, prompts[1], **params) == first
+
+
+def test_sampling_on_the_host_and_on_the_device_agree(cuda, prompts):
+    """top_k 33 is sampled on the host, 32 on the device: with a top_p that neither reaches, the tokens are equal."""
+    for seed, ids in enumerate(prompts[:4]):
+        params = {"temperature": 0.7, "top_p": 0.5, "seed": seed, "draft": 4}
+        cuda.rewind(0)
+        device = tokens(cuda, ids, top_k=32, **params)
+        cuda.rewind(0)
+        assert tokens(cuda, ids, top_k=33, **params) == device
+
+
+def test_a_conversation_goes_on_from_what_is_held(cuda, cpu, prompts):
+    ids = list(prompts[1])
+    output = tokens(cuda, ids, temperature=0)
+    longer = [*ids, *output, *prompts[0][:40]]
+    assert cuda.prefill(longer) >= len(ids)
+    assert relative(cuda.verified_logits(longer), cpu.score(longer)[-8:]) < TOLERANCE
+    held = tokens(cuda, longer, temperature=0)
+    cuda.rewind(0)
+    fresh = tokens(cuda, longer, temperature=0)
+    assert held[:10] == fresh[:10]
+
+
+def test_rewinding_gives_back_what_was(cuda, prompts):
+    ids = list(prompts[2])
+    cuda.rewind(0)
+    first = tokens(cuda, ids, temperature=0)
+    cuda.rewind(len(ids) - 5)
+    assert tokens(cuda, ids, temperature=0)[:10] == first[:10]
+
+
+def test_a_long_sequence_wraps_the_rings(cuda, cpu):
+    ids = nano()[2](40, 29, "s")
+    text = [token for one in ids for token in one][:3000]
+    cuda.rewind(0)
+    for length in (255, 256, 257, 319, 320, 321, 2047, 2048, 2049, 3000):
+        got = cuda.verified_logits(text[:length])
+        assert np.isfinite(got).all()
+        if length < 400 or length == 3000:
+            expected = cpu.score(text[:length])[-len(got) :]
+            assert relative(got, expected) < 5 * TOLERANCE, length
+
+
+def test_fp8_activations(gpu, cpu, prompts):
+    with open_engine(NANO, "cuda", activations="fp8") as engine:
+        errors = [relative(engine.verified_logits(ids), cpu.score(ids)[-8:]) for ids in prompts]
+        assert np.median(errors) > 1e-3  # it does quantise
+        assert max(errors) < 8e-2
+
+
+def test_values_that_are_not_finite_stop_the_request_by_name(gpu, prompts):
+    with open_engine(NANO, "cuda") as engine:
+        engine.prefill(prompts[0])
+        before = list(engine.decode(DecodeParams(temperature=0, max_tokens=20)))
+        weights = np.full(256, np.nan, np.float32)
+        engine._runtime.write("layers.3.ffn_norm", weights)
+        with pytest.raises(Cuq1Error, match=r"not finite appeared in .* of layer 3"):
+            list(engine.decode(DecodeParams(temperature=0, max_tokens=20)))
+        good = open_engine(NANO, "cpu")._target_weights.layers[3].feed_forward_norm
+        engine._runtime.write("layers.3.ffn_norm", good)
+        engine.rewind(0)
+        engine.prefill(prompts[0])
+        assert list(engine.decode(DecodeParams(temperature=0, max_tokens=20))) == before
+
+
+def test_too_little_memory_is_refused_by_what_takes_it(gpu):
+    with pytest.raises(DeviceError, match=r"needs .* of GPU memory"):
+        Arena({"weights": 1 << 50})
+
+
+def test_only_one_rank(gpu):
+    with pytest.raises(DeviceError, match="one GPU"):
+        CudaEngine(NANO, 2)
+    with pytest.raises(RequestError, match="f16 or fp8"):
+        CudaEngine(NANO, activations="bf16")
