@@ -216,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
 #pragma unroll
                 for (int i = 0; i < 4; ++i) total[tile][i] += (i % 2 == 0 ? weight.x : weight.y) * part[i];
             }
+            reads_before_copies();
             __syncwarp();  // all lanes have read: the stage may be filled again
             if (lane == 0 && group + RING < count) send(group + RING);
         }

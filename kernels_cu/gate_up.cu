@@ -215,10 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
                     scale[q] = reinterpret_cast<const float2*>(part + PART_BYTES)[block];
                 }
             }
-            __syncwarp();  // all lanes have read: the stage may be filled again
-            if (lane == 0) barrier_arrive(&empty[stage]);
 #pragma unroll
             for (int j = 0; j < WARP_CHUNKS; ++j) multiply(sum[FP8 ? p : 0], w[j], b[p][j]);
+            reads_before_copies();
+            __syncwarp();  // all lanes have read: the stage may be filled again
+            if (lane == 0) barrier_arrive(&empty[stage]);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (p == PARTS - 1) {
 #pragma unroll
