@@ -1,15 +1,16 @@
 // The rank's part of the O projection, and in a MoE layer of the router's logits (folded routing).
 //
-// PRECOND: grid ROUTER_BLOCKS + HIDDEN / 16 / TILES, block THREADS, BLOCKS of them a multiprocessor; all pointers 16-byte aligned, slice_start even.
-// Waits on combine (attended, attended32). Before that it reads weights, scales and fold, and `residual`, which a tail
-// wrote four launches ago: the router's share of the residual is complete when the wait ends.
+// PRECOND: grid ROUTER_BLOCKS + HIDDEN / 16 / TILES, block THREADS, BLOCKS of them a multiprocessor; all pointers
+// 16-byte aligned. Waits on combine (attended, attended32). Before that it reads weights, scales and fold, and
+// `residual`, which a tail wrote four launches ago: the router's share of it is complete when the wait ends.
 // Reads weights and fold once (2.4 and 1.2 MB at 6 heads, hidden 3072, 256 experts), activations once a block; writes
 // rows of out, router_attended and router_residual.
 //
-// Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, straight
-// into registers, and every warp's weights have arrived as halves before the wait. Router blocks: ROUTER_EXPERTS rows
-// of fold, one bulk copy; a warp has a quarter of the columns and half of the tokens, its part of fold in registers. FP32
-// FMAs: a tensor core's operands would lose what routing is to be decided by. Both kinds fit beside each other.
+// Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, and every
+// warp's weights have arrived in registers, as halves, before the wait. Router blocks: ROUTER_EXPERTS rows of fold, one
+// bulk copy; a warp has a quarter of the columns and half of the tokens, its part of fold in registers. FP32 FMAs: a
+// tensor core's operands would lose what routing is to be decided by. Both kinds, and the next launch's, fit beside
+// each other: a block that had to wait for room would start its weights late.
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/pdl.cuh"
@@ -37,7 +38,7 @@ static_assert(CHUNKS % WARPS == 0 && HIDDEN % BLOCK_ROWS == 0, "whole chunks a w
 static_assert(BLOCK_ROWS == WARP && ROWS * BLOCK_ROWS == THREADS, "PITCH is 4 modulo 32, a thread stores one sum");
 static_assert(!MOE || (EXPERTS % ROUTER_EXPERTS == 0 && K % (K_PARTS * WARP * 2) == 0 && SLICE % (K_PARTS * WARP) == 0),
               "whole vectors a lane");
-static_assert(LOGITS == 8 || LOGITS == 16, "a warp's sums are halved with each shuffle until one is left");
+static_assert(LOGITS == 8 || LOGITS == 16 || LOGITS == 32, "a warp's sums are halved until one is left");
 
 struct TileShared {
     uint8_t tokens[WARPS][ROWS * TOKEN_PITCH<COLUMNS>];
@@ -101,21 +102,17 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
             scale[tile][c] = FP8 ? a.scales[(block * TILES + tile) * Q_HEADS + head] : 1.0f;
         }
     }
-    Halves early[TILES][WARP_CHUNKS];
+    Halves weights[TILES][WARP_CHUNKS];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-        for (int c = 0; c < WARP_CHUNKS; ++c) {
-            if (tile < PINNED) early[tile][c] = to_halves(raw[tile][c]);
-        }
+        for (int c = 0; c < WARP_CHUNKS; ++c) weights[tile][c] = to_halves(raw[tile][c]);
     }
     Fetch<COLUMNS> fetch(shared.tokens[warp], a.attended + warp * COLUMNS, K, a.rows);
     if (a.rows < 1) {  // see spoil()
         fetch.spoil();
 #pragma unroll
-        for (int i = 0; i < TILES * WARP_CHUNKS; ++i) {
-            if (i / WARP_CHUNKS < PINNED) spoil(early[i / WARP_CHUNKS][i % WARP_CHUNKS]);
-        }
+        for (int i = 0; i < TILES * WARP_CHUNKS; ++i) spoil(weights[i / WARP_CHUNKS][i % WARP_CHUNKS]);
     }
 
     pdl_wait();
@@ -128,9 +125,7 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
     for (int c = 0; c < WARP_CHUNKS; ++c) {
         const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            accumulate(acc[tile], tile < PINNED ? early[tile][c] : to_halves(raw[tile][c]), x, scale[tile][c]);
-        }
+        for (int tile = 0; tile < TILES; ++tile) accumulate(acc[tile], weights[tile][c], x, scale[tile][c]);
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -179,7 +174,9 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
         for (int j = 0; j < SINGLES; ++j) {
             const float w = shared.fold[expert][K + slice_column + j * WARP];
 #pragma unroll
-            for (int token = 0; token < WARP_TOKENS; ++token) sums[token * ROUTER_EXPERTS + expert] += w * residual[token][j];
+            for (int token = 0; token < WARP_TOKENS; ++token) {
+                sums[token * ROUTER_EXPERTS + expert] += w * residual[token][j];
+            }
         }
     }
     const int logit = lane / (WARP / LOGITS);  // what a lane holds of a warp's sums; the first of its group stores it

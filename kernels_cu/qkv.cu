@@ -1,16 +1,17 @@
-// q, k and v of a layer: projection, RMS norm and RoPE of each head of q and k, and the write of k and v into the cache.
+// q, k and v of a layer: projection, RMS norm and RoPE of q's and k's heads, and the write of k and v into the cache.
 //
 // PRECOND: grid CLUSTER * (Q_HEADS + 2 * KV_HEADS) in clusters of CLUSTER, block THREADS; weights, normed and caches
-// 16-byte aligned; rows of q and k heads in the order of repack.head_rows; positions of live rows differ modulo `slots`.
+// 16-byte aligned; rows of q and k heads in the order of repack.head_rows; live rows' positions differ modulo `slots`.
 // Waits on the kernel that wrote normed (a tail, embed, entry_norm); reads weights, norms and frequencies before that.
 // Reads the weights once (48 KB a block at hidden 3072 in FP8) and 2 * HIDDEN bytes a row and head; writes 256 bytes a
 // row and head. Positions may come in any order: a row is computed and stored by itself.
 //
 // A cluster has a head, and a block of it HIDDEN / CLUSTER columns of all 128 rows: so a block reads an eighth of the
 // activations after the wait (6 KB, where a block with all of K would read 48), and all its weights already lie in
-// registers, as halves. The blocks' sums are exchanged once, and by token: block r receives all of row r, so that norm
-// and RoPE need no second exchange. It comes by st.async on an mbarrier of the receiver, which costs one trip instead
-// of a cluster barrier's round. A ninth warp receives: while the others multiply it has the angles ready.
+// registers, PINNED tiles of a warp as halves: converting takes as long as multiplying, but a prologue that converted
+// all would end after the predecessor. The blocks' sums are exchanged once, and by token: block r receives all of row
+// r, so that norm and RoPE need no second exchange. They come by st.async on an mbarrier of the receiver: one trip
+// instead of a cluster barrier's round. A ninth warp receives; while the others multiply it has the angles ready.
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/kv.cuh"
@@ -115,27 +116,24 @@ __device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head he
         const float4 part = *reinterpret_cast<const float4*>(&shared.received[block][lane * LANE_DIMS]);
         x[0] += part.x, x[1] += part.y, x[2] += part.z, x[3] += part.w;
     }
-    const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
-    const float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
-    const bool normed = head.is_q || head.is_k;
-    if (!is_finite(squares) || (!normed && most > HALF_LIMIT)) {
-        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_QKV, a.layer);
-    }
-
-    if (normed) {
-        const float inverse = rsqrtf(squares * (1.0f / HEAD_DIM) + EPS);
-        x[0] *= inverse * weight.x, x[1] *= inverse * weight.y, x[2] *= inverse * weight.z, x[3] *= inverse * weight.w;
-        const bool second = (lane & 2) != 0;
+    // The norm's weight and RoPE go ahead of its factor, which a row's sum of squares is the last to arrive for.
+    float y[LANE_DIMS] = {x[0] * weight.x, x[1] * weight.y, x[2] * weight.z, x[3] * weight.w};
+    const bool normed = head.is_q || head.is_k, second = (lane & 2) != 0;
 #pragma unroll
-        for (int i = 0; i < LANE_DIMS; ++i) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[i], 2);
-            if (lane < ROTARY / LANE_DIMS) x[i] = x[i] * cosines[i] + (second ? other : -other) * sines[i];
-        }
+    for (int i = 0; i < LANE_DIMS; ++i) {
+        const float other = __shfl_xor_sync(0xffffffffu, y[i], 2);
+        if (normed && lane < ROTARY / LANE_DIMS) y[i] = y[i] * cosines[i] + (second ? other : -other) * sines[i];
     }
+    const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+    const float inverse = normed ? rsqrtf(squares * (1.0f / HEAD_DIM) + EPS) : 1.0f;
+    x[0] = y[0] * inverse, x[1] = y[1] * inverse, x[2] = y[2] * inverse, x[3] = y[3] * inverse;
     *reinterpret_cast<uint2*>(out) = make_uint2(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]));
+    const float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+    if (!is_finite(squares) || most > HALF_LIMIT) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_QKV, a.layer);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) __cluster_dims__(CLUSTER) qkv(const __grid_constant__ QkvArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER)
+    qkv(const __grid_constant__ QkvArgs a) {
     __shared__ __align__(16) Shared shared;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int rank = blockIdx.x % CLUSTER;
@@ -154,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) __cluster_dims__(C
     if (warp == MMA_WARPS) {
         int dim = lane * LANE_DIMS;
         if ((head.is_q || head.is_k) && dim < ROTARY) dim = lane / 4 * 8 + (lane & 1) * 4 + (lane & 2) / 2 * PAIRS;
-        float4 weight = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 weight = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
         if (head.is_q || head.is_k) weight = *reinterpret_cast<const float4*>((head.is_q ? a.q_norm : a.k_norm) + dim);
         const double inverse_frequency = a.inverse_frequencies[lane % PAIRS];
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every thread that arrived must wait

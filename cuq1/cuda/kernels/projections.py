@@ -6,11 +6,13 @@ from cuq1.plan.dims import Dims
 from cuq1.plan.kernel import Kernel
 
 CLUSTER = 8  # blocks of a head in qkv: each has an eighth of K, and finishes one row
+_QKV_PINNED = 2  # tiles of a warp, of 4, that are halves before the wait: more take longer than the predecessor lasts
 _O_TILES = 2  # tiles of a block in o_proj
+_ROUTER_EXPERTS = 4  # of a router block: what fits into registers
 
 
-def qkv(dims: Dims, pinned: int = 2, blocks: int = 1) -> Kernel:
-    """q float16 [rows, q_heads, 128], and k and v float16 into the cache's slots; twin: tests' `projections.qkv`.
+def qkv(dims: Dims) -> Kernel:
+    """q float16 [rows, q_heads, 128], and k and v float16 into the cache's slots; twin: tests' `projections.heads`.
 
     normed: float16 [rows, hidden]; weights: heads of q, k and v as tiles, q's and k's rows in `repack.head_rows` order.
     """
@@ -19,39 +21,38 @@ def qkv(dims: Dims, pinned: int = 2, blocks: int = 1) -> Kernel:
         "qkv.cu",
         "qkv",
         QkvArgs,
-        (*common(dims), ("PINNED", pinned), ("BLOCKS", blocks)),
+        (*common(dims), ("PINNED", _QKV_PINNED)),
         (CLUSTER * heads, 1, 1),
         288,
         cluster=CLUSTER,
-        max_registers=168,
+        max_registers=144,
     )
 
 
-def o_proj(dims: Dims, *, moe: bool = True, pinned: int = 8, blocks: int = 3) -> Kernel:
+def o_proj(dims: Dims, *, moe: bool = True) -> Kernel:
     """out float32 [rows, hidden]; for a MoE layer also the two parts of the router's logits float32 [rows, experts].
 
     attended: float16 and float32 [rows, q_heads * 128]; fold: float32 [experts, q_heads * 128 + slice], null where
-    `moe` is false. Twin: tests' `projections.o_proj`, `projections.router`.
+    `moe` is false. Twins: tests' `projections.o_proj`, `projections.router`.
     """
     narrow = dims.q_width <= 768
-    experts = 4  # of a router block: what fits into registers
-    fit = blocks if narrow else 1  # blocks of a multiprocessor
-    blocks = dims.hidden // 16 // _O_TILES + (dims.experts // experts if moe else 0)
+    blocks = dims.hidden // 16 // _O_TILES + (dims.experts // _ROUTER_EXPERTS if moe else 0)
+    fit = 3 if narrow else 1  # blocks of a multiprocessor: two launches' side by side, but for nano at one rank
+    defines = (
+        *common(dims),
+        ("MOE", int(moe)),
+        ("TILES", _O_TILES),
+        ("ROUTER_EXPERTS", _ROUTER_EXPERTS),
+        ("BLOCKS", fit),
+    )
     return Kernel(
         "o_proj.cu",
         "o_proj",
         OProjArgs,
-        (
-            *common(dims),
-            ("MOE", int(moe)),
-            ("TILES", _O_TILES),
-            ("ROUTER_EXPERTS", experts),
-            ("BLOCKS", fit),
-            ("PINNED", pinned),
-        ),
+        defines,
         (blocks, 1, 1),
         256,
-        max_registers=128 if narrow else 168,
+        max_registers=80 if narrow else 168,
         min_blocks=fit,
     )
 
