@@ -96,6 +96,8 @@ struct AttentionArgs {
     int window;              // positions that a query sees, its own included; 0 for all
     int splits;
     float scale;
+    int written;             // rows of `positions` whose keys and values the predecessor writes: `rows`, or ROWS at the
+    int reserved;            // draft's depth 0, where older rows than the one that is computed are settled
 };
 
 struct CombineArgs {

@@ -1,7 +1,7 @@
 // Decode attention of one split of the sequence: all live rows and all query heads of a KV head at once, so that every
 // key and value is read once a pass.
 //
-// PRECOND: grid (splits, KV_HEADS, M_SPLITS), block TEAMS * 128, dynamic shared memory SMEM bytes; caches and slots in
+// PRECOND: grid (splits, KV_HEADS, M_SPLITS), block WARPS * 32, dynamic shared memory SMEM bytes; caches and slots in
 // whole tiles of 64 positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K
 // and V of those positions were written by the predecessor, all older ones, `positions` and *live at least two launches
 // ago. Where STAGES == 1, no split has more than one tile. Reads 32 KB a tile that the live rows see (kv_extent), and q;
@@ -12,37 +12,34 @@
 // rows are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and
 // already swizzled for ldmatrix. All of the first ones are under way before the predecessor ends: the few rows that it
 // writes itself are copied over them afterwards. There is no producer warp: it would take registers from the others, and
-// the barrier that a team needs anyway, between scores and softmax, also says that the stage before is free.
+// the barrier that a tile needs anyway, between scores and softmax, also says that the stage before is free.
 //
-// Four warps, a team, compute a tile: for the scores each warp has 16 keys, for the output 32 dimensions, and all
-// m-tiles of the block in both, so that K and V pass through shared memory's read port once. In between the warps
-// exchange maxima and probabilities (6 KB); accumulators are never exchanged, which is why a split of a single tile, the
-// case of sliding layers, has nothing to merge at its end. Those have more multiprocessors than tiles as well, and give
-// each m-tile a block of its own (M_SPLITS). Where splits have many tiles, two teams take turns, one's softmax under the
-// other's products, and merge once.
+// The block's warps compute a tile together: for the scores each has 64 / WARPS keys, for the output 128 / WARPS
+// dimensions, and all m-tiles of the block in both, so that K and V pass through shared memory's read port once. In
+// between the warps exchange maxima and probabilities (6 KB); accumulators are never exchanged or merged, and the last
+// tile, whose time nothing hides, is done with as fast as all warps can. Splits of a single tile, the case of sliding
+// layers, leave multiprocessors over: there each m-tile has a block of its own (M_SPLITS).
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/kv.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr int TEAM_WARPS = 4;
-constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
-constexpr int THREADS = TEAMS * TEAM_THREADS;
+constexpr int THREADS = WARPS * WARP;
 constexpr int M_TILES = ((ROWS * GROUP + 15) / 16 + M_SPLITS - 1) / M_SPLITS;  // of a block
 constexpr int M_ROWS = M_TILES * 16;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
-constexpr int K_STEPS = HEAD_DIM / 16;            // of the product with keys
-constexpr int V_STEPS = KV_TILE / 16;             // of the product with values
-constexpr int N_TILES = HEAD_DIM / TEAM_WARPS / 8;  // of a warp's output
-constexpr int MERGE_BYTES = TEAM_WARPS * M_TILES * N_TILES * WARP * 16;  // a team's accumulators
+constexpr int K_STEPS = HEAD_DIM / 16;               // of the product with keys
+constexpr int V_STEPS = KV_TILE / 16;                // of the product with values
+constexpr int KEY_TILES = KV_TILE / WARPS / 8;       // of a warp's scores
+constexpr int N_TILES = HEAD_DIM / WARPS / 8;        // of a warp's output
+constexpr int STEPS_A_LOAD = 2 / KEY_TILES;          // of the product with keys
 constexpr float LOG2E = 1.4426950408889634f;
 
 static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
-static_assert(TEAMS == 1 || TEAMS == 2, "the final merge is of two at most");
 static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
-static_assert(STAGES == 1 || (STAGES % TEAMS == 0 && STAGES / TEAMS >= 2), "a team refills a stage while it uses another");
+static_assert(WARPS == 4 || WARPS == 8, "a warp has one or two tiles of eight keys");
 static_assert(KV_HEADS * GROUP == Q_HEADS, "query heads are shared among KV heads evenly");
 static_assert(M_TILES <= 3, "accumulators of more m-tiles do not fit into registers");
 
@@ -51,13 +48,10 @@ struct Shared {
     uint8_t k[STAGES][TILE_BYTES];
     uint8_t v[STAGES][TILE_BYTES];
     uint8_t q[M_ROWS * ROW_BYTES];
-    uint8_t p[TEAMS][M_ROWS * KV_TILE * 2];
-    float4 maxima[TEAMS][M_ROWS];  // a component for each warp's keys
-    float4 sums[TEAMS][M_ROWS];
-    float tops[M_ROWS];  // the second team's maxima
+    uint8_t p[M_ROWS * KV_TILE * 2];
+    float4 maxima[M_ROWS][WARPS / 4];  // a component for each warp's keys; sums of probabilities after the last tile
     uint64_t k_full[STAGES], v_full[STAGES];
 };
-static_assert(TEAMS == 1 || MERGE_BYTES <= STAGES * TILE_BYTES, "accumulators are merged where keys were");
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
 
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
@@ -85,11 +79,6 @@ __device__ __forceinline__ void copy_async_or_zeros(void* shared, const void* gl
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(there ? 16 : 0)
                  : "memory");
-}
-
-template <int THREAD_COUNT>
-__device__ __forceinline__ void named_barrier(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREAD_COUNT) : "memory");
 }
 
 // The maximum over no key.
@@ -131,8 +120,8 @@ __device__ __forceinline__ void load_tile(Shared& shared, const Share& share, in
 // they were copied.
 __device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass,
                                       int initial) {
-    const int from = max_int(pass.low / KV_TILE - share.first, 0);
-    const int to = min_int(pass.high / KV_TILE - share.first, initial - 1);
+    const int from = max_int(pass.fresh_low / KV_TILE - share.first, 0);
+    const int to = min_int(pass.fresh_high / KV_TILE - share.first, initial - 1);
     if (from > to) return;
     for (int i = from; i <= to; ++i) {  // not before the tile itself has arrived
         barrier_wait(&shared.k_full[i], 0, a.fault, KERNEL_ATTENTION, a.layer);
@@ -143,9 +132,9 @@ __device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, co
     for (int j = 0; j < 2 * ROWS * PIECES / THREADS; ++j) {
         const int at = j * THREADS + threadIdx.x, row = at / PIECES % ROWS;
         const bool value = at >= ROWS * PIECES;
-        const int position = __shfl_sync(0xffffffffu, pass.position, row);
+        const int position = __shfl_sync(0xffffffffu, pass.fresh, row);
         const int i = position / KV_TILE - share.first;
-        if (row < pass.rows && i >= from && i <= to) {
+        if (row < pass.written && i >= from && i <= to) {
             const int within = position % KV_TILE * ROW_BYTES + at % PIECES * 16;
             copy_async_16((value ? shared.v[i] : shared.k[i]) + within,
                           (value ? share.v : share.k) + tile_offset(share, i) + within);
@@ -153,11 +142,10 @@ __device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, co
     }
 }
 
-// One team's thread: online softmax over tiles team, team + TEAMS, ... of the split.
+// Online softmax over the split's tiles.
 template <int MT>
 __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass) {
-    const int warp = threadIdx.x / WARP, team = warp / TEAM_WARPS, part = warp % TEAM_WARPS;
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     const int octet = lane / 8, line = lane % 8;  // which row of which of ldmatrix's four matrices a lane points at
     const float to_log2 = a.scale * LOG2E;
 
@@ -170,48 +158,58 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         for (int c = 0; c < K_STEPS; ++c) ldmatrix(q[mt][c], (q_line + mt * 16 * ROW_BYTES) ^ (c << 5));
     }
 
-    const uint32_t k_line = (part * 16 + (octet >> 1) * 8 + line) * ROW_BYTES + (((octet & 1) ^ line) << 4);
-    const uint32_t v_line = ((octet & 1) * 8 + line) * ROW_BYTES + (((part * 4 + (octet >> 1)) ^ line) << 4);
-    const uint32_t p_read = shared_address(shared.p[team]) + ((octet & 1) * 8 + line) * (KV_TILE * 2) +
-                            (((octet >> 1) ^ line) << 4);
-    uint8_t* const p_write = shared.p[team] + g * (KV_TILE * 2) + t * 4;
+    // Four matrices of keys: two steps of eight keys, or one step of 16.
+    const uint32_t k_line =
+        KEY_TILES == 2 ? (warp * 16 + (octet >> 1) * 8 + line) * ROW_BYTES + (((octet & 1) ^ line) << 4)
+                       : (warp * 8 + line) * ROW_BYTES + ((octet ^ line) << 4);
+    const uint32_t v_line = ((octet & 1) * 8 + line) * ROW_BYTES + (((warp * N_TILES + (octet >> 1)) ^ line) << 4);
+    const uint32_t p_read =
+        shared_address(shared.p) + ((octet & 1) * 8 + line) * (KV_TILE * 2) + (((octet >> 1) ^ line) << 4);
+    uint8_t* const p_write = shared.p + g * (KV_TILE * 2) + t * 4;
 
     float acc[MT][N_TILES][4] = {};
-    float top[MT][2], sum[MT][2];  // top: the team's; sum: of this lane's keys
+    float top[MT][2], sum[MT][2];  // top: the block's; sum: of this lane's keys
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
         top[mt][0] = top[mt][1] = none();
         sum[mt][0] = sum[mt][1] = 0.0f;
     }
 
-    for (int i = team; i < share.count; i += TEAMS) {
+    for (int i = 0; i < share.count; ++i) {
         const int stage = i % STAGES, parity = (i / STAGES) & 1;
         barrier_wait(&shared.k_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
-        // One m-tile alone would be two chains of dependent MMAs: two halves of them are quicker.
-        constexpr int CHAINS = MT == 1 ? 2 : 1;
-        float s[CHAINS][MT][2][4] = {};
+        // Few tiles would be as few chains of dependent MMAs: two halves of them are quicker.
+        constexpr int CHAINS = MT * KEY_TILES <= 3 ? 2 : 1;
+        float s[CHAINS][MT][KEY_TILES][4] = {};
         const uint32_t k_tile = shared_address(shared.k[stage]) + k_line;
 #pragma unroll
-        for (int c = 0; c < K_STEPS; ++c) {
+        for (int load = 0; load < K_STEPS / STEPS_A_LOAD; ++load) {
             uint32_t b[4];
-            ldmatrix(b, k_tile ^ (c << 5));
+            ldmatrix(b, k_tile ^ (load * STEPS_A_LOAD << 5));
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-                mma_f16(s[c % CHAINS][mt][0], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[0], b[1]);
-                mma_f16(s[c % CHAINS][mt][1], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[2], b[3]);
+            for (int pair = 0; pair < 2; ++pair) {
+                const int c = load * STEPS_A_LOAD + (KEY_TILES == 2 ? 0 : pair), n = KEY_TILES == 2 ? pair : 0;
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt) {
+                    mma_f16(s[c % CHAINS][mt][n], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[pair * 2],
+                            b[pair * 2 + 1]);
+                }
             }
         }
         if constexpr (CHAINS == 2) {
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
+            for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[0][0][n][e] += s[CHAINS - 1][0][n][e];
+                for (int n = 0; n < KEY_TILES; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[0][mt][n][e] += s[CHAINS - 1][mt][n][e];
+                }
             }
         }
 
         // Only tiles at the extent's two ends hold keys that some row does not see.
-        const int first_key = (share.first + i) * KV_TILE + part * 16;
-        if (first_key + 15 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
+        const int first_key = (share.first + i) * KV_TILE + warp * (KEY_TILES * 8);
+        if (first_key + KEY_TILES * 8 - 1 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
@@ -220,7 +218,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
                     const int newest = __shfl_sync(0xffffffffu, pass.position, row);
                     const int hidden = a.window > 0 ? newest - a.window : -1;  // the newest key out of sight
 #pragma unroll
-                    for (int n = 0; n < 2; ++n) {
+                    for (int n = 0; n < KEY_TILES; ++n) {
 #pragma unroll
                         for (int e = 0; e < 2; ++e) {
                             const int key = first_key + n * 8 + t * 2 + e;
@@ -235,20 +233,20 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float x = fmaxf(fmaxf(s[0][mt][0][half * 2], s[0][mt][0][half * 2 + 1]),
-                                fmaxf(s[0][mt][1][half * 2], s[0][mt][1][half * 2 + 1]));
+                float x = fmaxf(s[0][mt][0][half * 2], s[0][mt][0][half * 2 + 1]);
+#pragma unroll
+                for (int n = 1; n < KEY_TILES; ++n) {
+                    x = fmaxf(x, fmaxf(s[0][mt][n][half * 2], s[0][mt][n][half * 2 + 1]));
+                }
                 x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-                if (t == 0) (&shared.maxima[team][mt * 16 + half * 8 + g].x)[part] = x;
+                if (t == 0) (&shared.maxima[mt * 16 + half * 8 + g][0].x)[warp] = x;
             }
         }
-        // The team's maxima are there. It also means that every warp is done with the team's last tile: with its
-        // probabilities, and with its stage, which the copy engine may therefore overwrite.
-        named_barrier<TEAM_THREADS>(1 + team);
-        if constexpr (STAGES > 1) {
-            const int refill = i - TEAMS + STAGES;
-            if (threadIdx.x % TEAM_THREADS == 0 && i >= TEAMS && refill < share.count) load_tile(shared, share, refill);
-        }
+        // All warps' maxima are there. It also means that every warp is done with the last tile: with its probabilities,
+        // and with its stage, which the copy engine may therefore overwrite.
+        __syncthreads();
+        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < share.count) load_tile(shared, share, i - 1 + STAGES);
 
         float now[MT][2], shrink[MT][2];
         bool grown = false;
@@ -257,11 +255,15 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float4 x = shared.maxima[team][mt * 16 + half * 8 + g];
-                now[mt][half] = fmaxf(top[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+                now[mt][half] = top[mt][half];
+#pragma unroll
+                for (int w = 0; w < WARPS / 4; ++w) {
+                    const float4 x = shared.maxima[mt * 16 + half * 8 + g][w];
+                    now[mt][half] = fmaxf(now[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+                }
             }
         }
-        uint32_t packed[MT][2][2];
+        uint32_t packed[MT][2][KEY_TILES];
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
@@ -270,14 +272,15 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
                 shrink[mt][half] = exp2_fast(fmaf(top[mt][half], to_log2, -base));
                 grown |= now[mt][half] > top[mt][half];
                 top[mt][half] = now[mt][half];
-                float p[4];
+                float together = 0.0f;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    p[e] = exp2_fast(fmaf(s[0][mt][e / 2][half * 2 + e % 2], to_log2, -base));
+                for (int n = 0; n < KEY_TILES; ++n) {
+                    const float x = exp2_fast(fmaf(s[0][mt][n][half * 2], to_log2, -base));
+                    const float y = exp2_fast(fmaf(s[0][mt][n][half * 2 + 1], to_log2, -base));
+                    together += x + y;
+                    packed[mt][half][n] = pack_f16(x, y);
                 }
-                sum[mt][half] = fmaf(sum[mt][half], shrink[mt][half], (p[0] + p[1]) + (p[2] + p[3]));
-                packed[mt][half][0] = pack_f16(p[0], p[1]);
-                packed[mt][half][1] = pack_f16(p[2], p[3]);
+                sum[mt][half] = fmaf(sum[mt][half], shrink[mt][half], together);
             }
         }
 #pragma unroll
@@ -286,8 +289,8 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
             for (int half = 0; half < 2; ++half) {
                 uint8_t* const row = p_write + (mt * 16 + half * 8) * (KV_TILE * 2);
 #pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    *reinterpret_cast<uint32_t*>(row + (((part * 2 + n) ^ g) << 4)) = packed[mt][half][n];
+                for (int n = 0; n < KEY_TILES; ++n) {
+                    *reinterpret_cast<uint32_t*>(row + (((warp * KEY_TILES + n) ^ g) << 4)) = packed[mt][half][n];
                 }
             }
         }
@@ -301,8 +304,8 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
                 }
             }
         }
-        // The team's probabilities are there; and nobody reads maxima any more.
-        named_barrier<TEAM_THREADS>(1 + team);
+        // All warps' probabilities are there; and nobody reads maxima any more.
+        __syncthreads();
 
         barrier_wait(&shared.v_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
         const uint32_t v_tile = shared_address(shared.v[stage]) + v_line;
@@ -325,6 +328,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         }
     }
 
+    // Nobody reads maxima since the last tile's second barrier.
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
@@ -332,34 +336,10 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
             float x = sum[mt][half];
             x += __shfl_xor_sync(0xffffffffu, x, 1);
             x += __shfl_xor_sync(0xffffffffu, x, 2);
-            const int m = mt * 16 + half * 8 + g;
-            if (t == 0) {
-                (&shared.sums[team][m].x)[part] = x;
-                if (TEAMS == 2 && team == 1 && part == 0) shared.tops[m] = top[mt][half];
-            }
+            if (t == 0) (&shared.maxima[mt * 16 + half * 8 + g][0].x)[warp] = x;
         }
     }
-    const bool merged = TEAMS == 2 && share.count > 1;
-    float4* const merge = reinterpret_cast<float4*>(shared.k) + part * (MT * N_TILES * WARP) + lane;
-    if (merged) {
-        __syncthreads();  // both teams are done with keys, over which the second one's accumulators are written
-        if (team == 1) {
-#pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int n = 0; n < N_TILES; ++n) {
-                    const float* x = acc[mt][n];
-                    merge[(mt * N_TILES + n) * WARP] = make_float4(x[0], x[1], x[2], x[3]);
-                }
-            }
-        }
-        // Both teams' sums and the second one's accumulators are there.
-        __syncthreads();
-        if (team == 1) return;
-    } else {
-        if (team == 1) return;
-        named_barrier<TEAM_THREADS>(1);  // the four warps' sums are there
-    }
+    __syncthreads();  // all warps' sums are there
 
     const int live = pass.rows * GROUP;
     const int64_t partial = (int64_t(blockIdx.y) * a.splits + blockIdx.x) * (ROWS * GROUP) + share.first_m;
@@ -368,35 +348,32 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int m = mt * 16 + half * 8 + g;
-            const float4 x = shared.sums[0][m];
-            float total = (x.x + x.y) + (x.z + x.w);
-            float peak = top[mt][half];
-            if (merged) {
-                const float other = shared.tops[m];
-                peak = fmaxf(peak, other);
-                const float base = base_of(peak, to_log2);
-                const float mine = exp2_fast(fmaf(top[mt][half], to_log2, -base));
-                const float theirs = exp2_fast(fmaf(other, to_log2, -base));
-                const float4 y = shared.sums[TEAMS - 1][m];
-                total = total * mine + ((y.x + y.y) + (y.z + y.w)) * theirs;
+            const bool write = share.first_m + m < live;
+            // Neighbours swap halves of two n-tiles: stores of 16 bytes, 64 contiguous ones a row, instead of 8 and 32.
+            const bool odd = t % 2 != 0;
+            float* const out =
+                a.partial_out + (partial + m) * HEAD_DIM + warp * (HEAD_DIM / WARPS) + (odd ? 8 : 0) + t / 2 * 4;
 #pragma unroll
-                for (int n = 0; n < N_TILES; ++n) {
-                    const float* z = &merge[(mt * N_TILES + n) * WARP].x + half * 2;
-                    acc[mt][n][half * 2] = acc[mt][n][half * 2] * mine + z[0] * theirs;
-                    acc[mt][n][half * 2 + 1] = acc[mt][n][half * 2 + 1] * mine + z[1] * theirs;
+            for (int n = 0; n < N_TILES; n += 2) {
+                const float* x = acc[mt][n] + half * 2;
+                const float* y = acc[mt][n + 1] + half * 2;
+                const float from_0 = __shfl_xor_sync(0xffffffffu, odd ? x[0] : y[0], 1);
+                const float from_1 = __shfl_xor_sync(0xffffffffu, odd ? x[1] : y[1], 1);
+                if (write) {
+                    *reinterpret_cast<float4*>(out + n * 8) =
+                        odd ? make_float4(from_0, from_1, y[0], y[1]) : make_float4(x[0], x[1], from_0, from_1);
                 }
             }
-            if (share.first_m + m >= live) continue;
-            float* const out = a.partial_out + (partial + m) * HEAD_DIM + part * (HEAD_DIM / TEAM_WARPS) + t * 2;
+            if (write && warp == 0 && t == 0) {
+                float total = 0.0f;
 #pragma unroll
-            for (int n = 0; n < N_TILES; ++n) {
-                *reinterpret_cast<float2*>(out + n * 8) =
-                    make_float2(acc[mt][n][half * 2], acc[mt][n][half * 2 + 1]);
-            }
-            if (part == 0 && t == 0) {
+                for (int w = 0; w < WARPS / 4; ++w) {
+                    const float4 x = shared.maxima[m][w];
+                    total += (x.x + x.y) + (x.z + x.w);
+                }
                 const int64_t at =
                     (int64_t(blockIdx.y) * (ROWS * GROUP) + share.first_m + m) * a.splits + blockIdx.x;
-                a.partial_max[at] = peak * to_log2;
+                a.partial_max[at] = top[mt][half] * to_log2;
                 a.partial_sum[at] = total;
             }
         }
@@ -406,7 +383,7 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ AttentionArgs a) {
     extern __shared__ __align__(1024) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
-    const Pass pass = read_pass(a.live, a.positions, a.rows);
+    const Pass pass = read_pass(a.live, a.positions, a.rows, a.written);
     if (pass.rows <= 0) {
         pdl_wait();  // this launch must not end before its predecessor: the successor relies on that
         pdl_trigger();
@@ -443,6 +420,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     pdl_wait();
     pdl_trigger();
 
+    if (STAGES > 1 && threadIdx.x == 0) {
+        // This thread copies later tiles. The predecessor wrote K and V with ordinary stores, which its end made visible
+        // to ordinary loads; the copy engine reads through another proxy. Not later: it waits for copies under way.
+        asm volatile("fence.proxy.async;" ::: "memory");
+    }
+
     // q into shared memory, swizzled as keys are; rows of no query are zero, so that nothing strange is computed.
     constexpr int PIECES = ROW_BYTES / 16;
 #pragma unroll
@@ -454,11 +437,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
                             query < live);
     }
     renew(a, shared, share, pass, initial);
-    if (STAGES > 1 && threadIdx.x % TEAM_THREADS == 0) {
-        // These threads copy later tiles. The predecessor wrote K and V with ordinary stores, which its end made visible
-        // to ordinary loads; the copy engine reads through another proxy.
-        asm volatile("fence.proxy.async;" ::: "memory");
-    }
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();  // q and this pass's keys and values are there

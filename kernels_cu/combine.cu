@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_co
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int mine = threadIdx.x / PART_LANES, part_lane = threadIdx.x % PART_LANES;
     const int head = blockIdx.x, kv_head = head / GROUP, row = blockIdx.y, first_dim = blockIdx.z * PART;
-    const Pass pass = read_pass(a.live, a.positions, a.rows);
+    const Pass pass = read_pass(a.live, a.positions, a.rows, a.rows);
     const float4 sink = *reinterpret_cast<const float4*>(a.sink_k + kv_head * HEAD_DIM + lane * 4);
     const int active = pass.rows > 0 ? kv_extent(pass.low, pass.high, a.window, a.splits).active : 0;
     pdl_wait();

@@ -97,6 +97,8 @@ class AttentionArgs(Structure):
         ("window", c_int32),
         ("splits", c_int32),
         ("scale", c_float),
+        ("written", c_int32),
+        ("reserved", c_int32),
     )
 
 

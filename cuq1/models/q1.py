@@ -310,7 +310,7 @@ def _attention_part(b: _Builder, layer: Layer, rows_: int, live: Ref | int, posi
         attention.attention(d, layer.window, splits),
         "attention",
         layer.number,
-        {**shared, **caches, **shape, "rows": head_rows, "slots": layer.slots},
+        {**shared, **caches, **shape, "rows": head_rows, "slots": layer.slots, "written": rows_},
         kv,
         0,
     )

@@ -34,17 +34,25 @@ struct Pass {
     int position;
     int low;
     int high;
+    int written;   // rows whose keys and values the predecessor writes: those and, in the draft's depth 0, older ones
+    int fresh;     // lane i: the position of written row i
+    int fresh_low;
+    int fresh_high;
 };
 
 // Called by whole warps. One trip to memory: the positions of dead rows are loaded too, and left out afterwards.
-__device__ __forceinline__ Pass read_pass(const int* live, const int* positions, int rows) {
+__device__ __forceinline__ Pass read_pass(const int* live, const int* positions, int rows, int written) {
     const int lane = threadIdx.x % WARP;
     Pass pass;
-    const int mine = positions[min_int(lane, rows - 1)];
-    pass.rows = live != nullptr ? min_int(rows, *live) : rows;
-    const int last = max_int(pass.rows - 1, 0);
-    pass.position = __shfl_sync(0xffffffffu, mine, min_int(lane, last));
+    const int mine = positions[min_int(lane, written - 1)];
+    const int count = live != nullptr ? *live : written;
+    pass.rows = min_int(rows, count);
+    pass.written = min_int(written, count);
+    pass.position = __shfl_sync(0xffffffffu, mine, min_int(lane, max_int(pass.rows - 1, 0)));
     pass.low = __reduce_min_sync(0xffffffffu, pass.position);
     pass.high = __reduce_max_sync(0xffffffffu, pass.position);
+    pass.fresh = __shfl_sync(0xffffffffu, mine, min_int(lane, max_int(pass.written - 1, 0)));
+    pass.fresh_low = __reduce_min_sync(0xffffffffu, pass.fresh);
+    pass.fresh_high = __reduce_max_sync(0xffffffffu, pass.fresh);
     return pass;
 }

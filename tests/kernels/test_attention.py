@@ -92,7 +92,7 @@ class Case:
         }
         made = []
         for kind in (AttentionArgs, CombineArgs):
-            args = kind(**both, **({"slots": self.slots} if kind is AttentionArgs else {}))
+            args = kind(**both, **({"slots": self.slots, "written": both["rows"]} if kind is AttentionArgs else {}))
             for name, _ in kind._fields_:
                 if name in self.buffers and name != "live":
                     setattr(args, name, self.buffers[name].data.ptr)

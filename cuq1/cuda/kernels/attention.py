@@ -8,8 +8,6 @@ from cuq1.plan.kernel import Kernel
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
-_TEAM = 128  # threads that compute one tile
-
 
 def splits_for(dims: Dims, window: int, sms: int = MULTIPROCESSORS) -> int:
     """Splits of the sequence for each KV head: as many as fill the GPU, and as the extent of `window` has tiles.
@@ -30,23 +28,23 @@ def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
     splits = splits_for(dims, window) if splits is None else splits
     m_tiles = -(-ROWS * dims.group // 16)
     single = window > 0 and window // KV_TILE + 2 <= splits  # no split ever has a second tile
-    return shaped(dims, splits, *((1, 1, m_tiles) if single else (2, 6, 1)))
+    return shaped(dims, splits, *((4, 1, m_tiles) if single else (8, 6, 1)))
 
 
-def shaped(dims: Dims, splits: int, teams: int, stages: int, m_splits: int) -> Kernel:
-    """`attention` with another share of the work: teams of four warps, stages of 32 KB, blocks of a split's m-tiles."""
+def shaped(dims: Dims, splits: int, warps: int, stages: int, m_splits: int) -> Kernel:
+    """`attention` with another share of the work: warps of a block, stages of 32 KB, blocks of a split's m-tiles."""
     m_rows = -(-ROWS * dims.group // 16 // m_splits) * 16
     tiles = stages * 2 * KV_TILE * HEAD_DIM * 2
     queries = m_rows * HEAD_DIM * 2
-    exchange = teams * m_rows * (KV_TILE * 2 + 32) + m_rows * 4  # probabilities, statistics
+    exchange = m_rows * (KV_TILE * 2 + warps * 4)  # probabilities, statistics
     smem = tiles + queries + exchange + stages * 16
     return Kernel(
         "attention.cu",
         "attention",
         AttentionArgs,
-        (*common(dims), ("TEAMS", teams), ("STAGES", stages), ("M_SPLITS", m_splits), ("SMEM", smem)),
+        (*common(dims), ("WARPS", warps), ("STAGES", stages), ("M_SPLITS", m_splits), ("SMEM", smem)),
         (splits, dims.kv_heads, m_splits),
-        teams * _TEAM,
+        warps * 32,
         smem=smem,
         max_registers=128 if m_rows == 16 else 255,
     )
