@@ -17,8 +17,8 @@ def require(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise DeviceError(
-            f"device cuda needs the Python module {name}, which cannot be imported ({error}): "
-            "install it with pip install 'cuq1[cuda12]' or, for a driver of CUDA 13, 'cuq1[cuda13]'"
+            f"device cuda needs the Python module {name}, which cannot be imported ({error}): install it with "
+            "pip install 'cuq1[cuda12]' or, for a driver of CUDA 13, 'cuq1[cuda13]', or use --device cpu"
         ) from None
 
 
@@ -29,9 +29,13 @@ def bindings() -> Any:
     try:
         status = driver.cuInit(0)[0]
     except (RuntimeError, ImportError, OSError):  # the library itself is not there
-        raise DeviceError("device cuda needs NVIDIA's driver, which is not installed on this machine") from None
+        raise DeviceError(
+            "device cuda needs NVIDIA's driver, which is not installed on this machine: install it, or use --device cpu"
+        ) from None
     if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
-        raise DeviceError("device cuda needs an NVIDIA GPU, and the driver sees none: check CUDA_VISIBLE_DEVICES")
+        raise DeviceError(
+            "device cuda needs an NVIDIA GPU, and the driver sees none: check CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
     check((status,))
     return driver
 

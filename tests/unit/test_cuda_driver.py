@@ -61,7 +61,7 @@ def test_a_missing_driver_is_one_sentence(monkeypatch):
 
     install(monkeypatch, driver=Bindings(cuInit=absent))
     with pytest.raises(
-        DeviceError, match=r"^device cuda needs NVIDIA's driver, which is not installed on this machine$"
+        DeviceError, match=r"^device cuda needs NVIDIA's driver, which is not installed on this machine: "
     ):
         driver.bindings.__wrapped__()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuq1 import DecodeParams, open_engine
-from cuq1.errors import DeviceError, RequestError
+from cuq1.errors import Cuq1Error, RequestError
 from cuq1.reference import q1
 from cuq1.reference.cache import RingCache
 from cuq1.reference.engine import ReferenceEngine
@@ -321,7 +321,7 @@ def test_requests_that_cannot_be_served(engine, tiny):
     for bad_ids in ("text", [1.5], [None]):
         with pytest.raises(RequestError, match="integer token ids"):
             engine.prefill(bad_ids)
-    for device, error in (("cuda", DeviceError), ("tpu", RequestError)):
+    for device, error in (("cuda", Cuq1Error), ("tpu", RequestError)):
         with pytest.raises(error, match="device"):
             open_engine(tiny, device=device)
     with pytest.raises(RequestError, match="tp must be"):

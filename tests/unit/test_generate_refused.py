@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cuq1.cuda.driver import open_device
+from cuq1.errors import DeviceError
 from tests.commands import run
 from tests.paths import NANO
 from tools.nano_prompts import TOOLS
@@ -44,7 +46,8 @@ def refused(result, *parts):
         (("--prompt", "a", "--draft", 8), ["draft", "8"]),
         (("--prompt", "a", "--draft", "some"), ["draft", "some"]),
         (("--prompt", "a", "--stop", ""), ["top string"]),
-        (("--prompt", "a", "--device", "cuda"), ["--device cpu"]),
+        (("--prompt", "a", "--device", "cpu", "--activations", "fp8"), ["--device cuda"]),
+        (("--prompt", "a", "--activations", "fp4"), ["--activations", "fp4"]),
         (("--prompt", "a", "--tools", "tools.json"), ["--tools", "--chat"]),
         (("--prompt", "a", "--no-thinking"), ["--no-thinking", "--chat"]),
         (("--messages", "-", "--tools", "-"), ["--messages", "--tools", "stdin"]),
@@ -100,6 +103,15 @@ def test_bad_messages(generate, files, messages, parts):
 )
 def test_bad_tools(generate, files, tools, parts):
     refused(generate("--chat", "a", "--tools", files("t.json", tools)), *parts)
+
+
+def test_a_machine_without_a_gpu(generate):
+    try:
+        open_device()
+    except DeviceError:
+        refused(generate("--prompt", "a", "--device", "cuda"), "device cuda needs", "--device cpu")
+    else:
+        pytest.skip("this machine has a GPU")
 
 
 def test_stdin_that_is_not_utf8():
