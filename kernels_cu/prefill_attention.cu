@@ -19,6 +19,7 @@
 #include "common/kv.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
+#include "common/prefill_report.cuh"
 #include "common/reduce.cuh"
 
 constexpr int THREADS = 128;
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             finite = finite && is_finite(out[n][2] * inverse1) && is_finite(out[n][3] * inverse1);
         }
     }
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(finite, a.fault, a.layer);
 }
 
 extern "C" __global__ void __launch_bounds__(256) prefill_merge(const __grid_constant__ PrefillMergeArgs a) {
@@ -281,8 +282,7 @@ extern "C" __global__ void __launch_bounds__(256) prefill_merge(const __grid_con
     out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
     reinterpret_cast<uint2*>(a.attended)[int64_t(item) * (HEAD_DIM / 4) + lane] =
         make_uint2(pack_f16(out.x, out.y), pack_f16(out.z, out.w));
-    if (!is_finite(out.x) || !is_finite(out.y) || !is_finite(out.z) || !is_finite(out.w))
-        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_warp(is_finite(out.x) && is_finite(out.y) && is_finite(out.z) && is_finite(out.w), a.fault, a.layer);
 }
 
 extern "C" __global__ void __launch_bounds__(256) prefill_ring(const __grid_constant__ PrefillRingArgs a) {

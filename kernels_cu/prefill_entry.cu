@@ -5,6 +5,7 @@
 //   PRECOND  both: grid (rows), block 256. Norms may be read before pdl_wait().
 //   A row is read into registers once. Reads rows * HIDDEN * 6 (4) bytes, writes rows * HIDDEN * 4 (2).
 #include "common/pdl.cuh"
+#include "common/prefill_report.cuh"
 #include "common/reduce.cuh"
 #include "common/fault.cuh"
 
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prefill_entry(const __grid
     if (row >= a.rows) return;
     const int token = a.tokens[row];
     if (token < 0 || token >= VOCAB_TOTAL) {
-        report_fault(a.fault, FAULT_TOKEN, KERNEL_PREFILL, a.layer);
+        if (threadIdx.x == 0) report_fault(a.fault, FAULT_TOKEN, KERNEL_PREFILL, a.layer);
         return;
     }
     const uint32_t* table = reinterpret_cast<const uint32_t*>(a.table + int64_t(token) * HIDDEN);
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prefill_entry(const __grid
     f16* out = a.out + int64_t(row) * 2 * HIDDEN;
     const bool embedded = write_norm(x, a.enorm, out, scratch[0]);
     const bool continued = write_norm(h, a.hnorm, out + HIDDEN, scratch[1]);
-    if (!embedded || !continued) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(embedded && continued, a.fault, a.layer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prefill_norm(const __grid_constant__ PrefillNormArgs a) {
@@ -69,6 +70,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) prefill_norm(const __grid_
         const int pair = i * THREADS + int(threadIdx.x);
         x[i] = pair < HIDDEN / 2 ? in[pair] : make_float2(0.0f, 0.0f);
     }
-    if (!write_norm(x, a.norm, a.normed + int64_t(row) * HIDDEN, scratch))
-        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(write_norm(x, a.norm, a.normed + int64_t(row) * HIDDEN, scratch), a.fault, a.layer);
 }

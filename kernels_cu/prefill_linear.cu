@@ -7,6 +7,7 @@
 // Reads OUT_ROWS * IN weights and rows * IN halves once from memory; writes rows * OUT_ROWS floats, whole 32-byte sectors.
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"
+#include "common/prefill_report.cuh"
 
 constexpr int TOKENS = 128;
 constexpr int TILES = (OUT_ROWS + 15) / 16;
@@ -42,5 +43,5 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 1)
             finite = finite && is_finite(value);
         }
     });
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(finite, a.fault, a.layer);
 }

@@ -15,6 +15,7 @@
 #include "common/experts.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"
+#include "common/prefill_report.cuh"
 
 constexpr int TOKENS = 64;
 constexpr bool FP8 = FP8_EXPERTS != 0;
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 2)
             finite = finite && (words[w] & 0x7c00u) != 0x7c00u && (words[w] & 0x7c000000u) != 0x7c000000u;
         *reinterpret_cast<uint4*>(a.inner + int64_t(tile.first + i / 8) * INNER + int(blockIdx.x) * 64 + i % 8 * 8) = value;
     }
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(finite, a.fault, a.layer);
 }
 
 using Down = PrefillGemm<TOKENS, INNER, FP8, DOWN_SCALE_K>;
@@ -137,5 +138,5 @@ extern "C" __global__ void __launch_bounds__(256) prefill_combine(const __grid_c
         y[i] = sum;
         finite = finite && is_finite(sum.x) && is_finite(sum.y) && is_finite(sum.z) && is_finite(sum.w);
     }
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(finite, a.fault, a.layer);
 }

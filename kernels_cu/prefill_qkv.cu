@@ -14,6 +14,7 @@
 //   Reads (heads * 128 * HIDDEN) weights once from memory, normed once a head (L2); writes rows * heads * 256 bytes.
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"
+#include "common/prefill_report.cuh"
 #include "common/kv.cuh"
 #include "common/reduce.cuh"
 
@@ -131,5 +132,5 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 1) prefill_qkv(const 
                   kv_offset((a.start + row - a.first_position) % a.slots, piece * 8);
         *reinterpret_cast<uint4*>(out) = value;
     }
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_block(finite, a.fault, a.layer);
 }

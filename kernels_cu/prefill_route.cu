@@ -9,6 +9,7 @@
 //   PRECOND  grid (ceil(rows / 8)), block 256: a warp a token.
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
+#include "common/prefill_report.cuh"
 #include "common/reduce.cuh"
 
 constexpr int ROUTER_TOKENS = 64;
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(256) prefill_route(const __grid_con
             logits[i] = is_finite(sum) ? sum : -3.0e38f;  // a choice exists even where a report follows
         }
     }
-    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_PREFILL, a.layer);
+    report_warp(finite, a.fault, a.layer);
     float mine = 0.0f, first = 0.0f, total = 0.0f;  // lane k: exp(k-th largest - largest)
     int id = 0;
 #pragma unroll
