@@ -17,10 +17,10 @@
 // relative error at about 128 roundings of a tree sum, 1e-5, a hundredth of a half's step.
 //
 // Routing is one warp's work beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of
-// rn + k ra, known with the first reduction. Eight groups of lanes have each a largest key; at least TOP_K keys reach
-// the least of these, and rarely many more (19 of 256 where keys are independent): those are packed together, and a
-// key's place is the number of keys that come before it. Rounds of a warp's maximum, TOP_K of them, took 0.8 us instead of
-// 0.2, and are left for what does not fit: floods of equal keys.
+// rn + k ra, known with the first reduction. A lane has EXPERTS / 32 keys. The TOP_K lanes whose largest keys are
+// largest give a bound that at least TOP_K keys reach, few more, and 64 at most where no keys are equal: those are
+// packed together, and a key's place is the number of keys that come before it. TOP_K rounds of a warp's maximum took
+// longer; they are left for what does not fit, floods of equal keys.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/experts.cuh"
 #include "common/row.cuh"
@@ -71,17 +71,18 @@ __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, f
 
 #ifdef ROUTED
 constexpr int A_LANE = EXPERTS / WARP;  // experts of a lane of the choosing warp, neighbours
-constexpr int ROUTE_THREADS = EXPERTS / 4 > WARP ? EXPERTS / 4 : WARP;  // four experts a thread to load
+constexpr int ROUTE_THREADS = EXPERTS / 2 > WARP ? EXPERTS / 2 : WARP;  // each loads four numbers
 constexpr int CANDIDATES = 64;
 constexpr int AT_ONCE = 16;  // keys that a candidate is compared with in one go
 static_assert(EXPERTS % WARP == 0 && ROUTE_THREADS % WARP == 0, "whole warps, whole lanes of experts");
-static_assert(TOP_K == 8, "eight groups of four lanes, two vectors of shares");
+static_assert(TOP_K == 8, "two vectors of shares");
 
 struct Routing {
     alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
     alignas(16) float residual[EXPERTS];
-    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE];  // by ascending expert, then zeros
-    int experts[CANDIDATES];
+    alignas(16) uint32_t most[WARP];  // the lanes' largest
+    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE + 1];  // by ascending expert, then zeros; the last is for no one
+    int experts[CANDIDATES + AT_ONCE + 1];
     alignas(16) float shares[TOP_K];  // of the chosen, in order: exp(logit - largest logit)
     int ids[TOP_K];
 };
@@ -124,13 +125,10 @@ __device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h,
 #pragma unroll
         for (int i = 0; i < width; ++i) most[i] = most[i] > most[i + width] ? most[i] : most[i + width];
     const float top = key_value(__reduce_max_sync(0xffffffffu, most[0]));
-    uint32_t group = most[0];
-#pragma unroll
-    for (int offset = 1; offset < WARP / TOP_K; offset *= 2) {
-        const uint32_t other = __shfl_xor_sync(0xffffffffu, group, offset);
-        group = group > other ? group : other;
-    }
-    const uint32_t least = __reduce_min_sync(0xffffffffu, group);
+    r.most[lane] = most[0];
+    __syncwarp();  // every lane's largest is there
+    const bool among = keys_before(r.most, WARP, lane, most[0]) < TOP_K;
+    const uint32_t least = __reduce_min_sync(0xffffffffu, among ? most[0] : 0xffffffffu);
 
     int count = 0, at = 0;  // candidates, and those of lower lanes
 #pragma unroll
@@ -142,10 +140,11 @@ __device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h,
     if (count <= CANDIDATES) {
 #pragma unroll
         for (int i = 0; i < A_LANE; ++i) {
-            if (key[i] >= least) {
-                r.keys[at] = key[i];
-                r.experts[at++] = lane * A_LANE + i;
-            }
+            const bool candidate = key[i] >= least;
+            const int slot = candidate ? at : CANDIDATES + AT_ONCE;  // a store without a branch
+            r.keys[slot] = key[i];
+            r.experts[slot] = lane * A_LANE + i;
+            at += candidate;
         }
         if (lane < AT_ONCE) r.keys[count + lane] = 0;
         __syncwarp();  // the candidates are there
@@ -185,10 +184,11 @@ __device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h,
 __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
     const int lane = thread % WARP;
     const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
-    if (thread < EXPERTS / 4) {
-        const int64_t stride = rank_rows(a.rows) * EXPERTS, at = int64_t(row) * EXPERTS + thread * 4;
-        store4(r.attended + thread * 4, sum_ranks(a.router_attended + at, a.ranks, stride));
-        store4(r.residual + thread * 4, sum_ranks(a.router_residual + at, a.ranks, stride));
+    if (thread < EXPERTS / 2) {
+        const bool second = thread >= EXPERTS / 4;
+        const int first = thread % (EXPERTS / 4) * 4;
+        const float* parts = (second ? a.router_residual : a.router_attended) + int64_t(row) * EXPERTS + first;
+        store4((second ? r.residual : r.attended) + first, sum_ranks(parts, a.ranks, rank_rows(a.rows) * EXPERTS));
     }
     if (row >= live) return;
     asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the parts are there
