@@ -53,7 +53,7 @@ constexpr int DOWN_CHUNKS = INNER / CHUNK_K;
 constexpr int TILE_BYTES = DOWN_CHUNKS * CHUNK_BYTES;
 constexpr int SCALES = FP8 ? INNER / DOWN_SCALE_K : 1;  // of a tile, along K
 constexpr int SCALE_CHUNKS = DOWN_CHUNKS / SCALES;
-constexpr int ROW_PIECES = INNER * 2 / 16;
+constexpr int SCALE_LOADS = (MAX_GROUPS * MOST * SCALES + CONSUMERS * WARP - 1) / (CONSUMERS * WARP);  // of a thread
 constexpr int PITCH = (INNER * 2 + 127) / 128 * 128 + 32;
 constexpr int TILE_PITCH = 20;  // floats of a token's 16 rows: a lane's stores hit 32 banks
 constexpr int SUM_FLOATS = ROWS * TILE_PITCH;
@@ -71,6 +71,7 @@ static_assert(HIDDEN % 128 == 0 && INNER % CHUNK_K == 0, "whole scales and chunk
 static_assert(CHUNKS % CONSUMERS == 0, "K is split among the warps");
 static_assert(!FP8 || (INNER % DOWN_SCALE_K == 0 && DOWN_SCALE_K % CHUNK_K == 0), "a chunk has one scale");
 static_assert(FREE_STAGES > 0, "weights start to arrive beside the activations");
+static_assert(FREE_STAGES <= WARP, "a lane sends one of the first copies");
 static_assert(SMEM == STAGES * STAGE_BYTES + SLOTS * PITCH + UNIT_SUMS + DOWN_SUMS, "the host and the kernel agree");
 static_assert(SLOTS >= PAIRS && SLOTS < 32768, "every pair has a row");
 
@@ -240,9 +241,15 @@ __device__ __forceinline__ void produce(const ExpertsArgs& a, Shared& shared, ui
         if (++part == PARTS) part = 0, unit = share.unit(++turn);
         next();
     };
-    if (lane == 0) {
-        while (fill < FREE_STAGES && unit < share.units) send_part();
+    const int mine = lane < FREE_STAGES ? share.unit(lane / PARTS) : share.units;
+    if (mine < share.units) {  // the first copies, one a lane
+        const int64_t start = groups.expert[mine / UNITS] * EXPERT_BYTES + int64_t(mine % UNITS) * UNIT_BYTES;
+        const uint32_t bytes = lane % PARTS == PARTS - 1 ? PART_BYTES + SCALE_BYTES : PART_BYTES;
+        barrier_expect(&shared.full[lane], bytes);
+        bulk_load(stages + lane * STAGE_BYTES, a.gate_up + start + lane % PARTS * PART_BYTES, bytes, &shared.full[lane]);
     }
+    fill = stage = __popc(__ballot_sync(0xffffffffu, mine < share.units));
+    part = fill % PARTS, turn = fill / PARTS, unit = share.unit(turn);
     __syncwarp();  // the first copies leave before the masks, which nobody needs until a unit's end
     if (a.dense_groups == 0) {
         mark_rows(group, lane, groups);
@@ -276,10 +283,6 @@ __device__ __forceinline__ int load_acquire(const int* address) {
     return x;
 }
 
-__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-
 // Brings inner of the groups as they become complete. One warp.
 __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint8_t* inner, int lane) {
     float weight[LANE_PAIRS];
@@ -310,49 +313,52 @@ __device__ __forceinline__ void fetch(const ExpertsArgs& a, Shared& shared, uint
             shared.pair[group][pair / TOP_K] = short(pair);
         }
     }
-    if constexpr (FP8) {
-        // Nobody waits for these: a lane's arrival at a group's barrier comes after all that it copied before. As plain
-        // loads, each would wait for the one before it behind everything that is on its way: 20 us a launch.
-        const int each = tiles * SCALES;
-        for (int i = lane; i < count * each; i += WARP) {
-            const int64_t tile = int64_t(shared.groups.expert[i / each]) * TILES + first_tile_of_block();
-            copy_async_4(&shared.scale[i / each][0][0] + i % each, a.down_scales + tile * SCALES + i % each);
-        }
-    }
     __syncwarp();
     asm volatile("bar.arrive 3, %0;" ::"n"((CONSUMERS + 1) * WARP) : "memory");  // the tables are there for consumers
     if (tiles == 0 || count == 0) return;
 
-    uint64_t waiting = count == 64 ? ~0ull : (1ull << count) - 1;
+    // A lane asks for its groups and copies its pairs' rows, so that any number of groups costs the same few instructions.
     static_assert(MAX_GROUPS == 64, "a group is a bit");
+    const int slots = a.dense_groups > 0 ? count * ROWS : PAIRS;
+    uint64_t waiting = count == 64 ? ~0ull : (1ull << count) - 1;
     for (int tries = 0; waiting != 0; ++tries) {
-        const bool lower = lane < count && load_acquire(a.arrived + lane) == UNITS;
-        const bool upper = lane + WARP < count && load_acquire(a.arrived + lane + WARP) == UNITS;
+        const bool lower = (waiting >> lane & 1) != 0 && load_acquire(a.arrived + lane) == UNITS;
+        const bool upper = (waiting >> (lane + WARP) & 1) != 0 && load_acquire(a.arrived + lane + WARP) == UNITS;
         // The ballots order what the lanes acquired before every lane's copies.
-        uint64_t ready = __ballot_sync(0xffffffffu, lower) | uint64_t(__ballot_sync(0xffffffffu, upper)) << 32;
-        __syncwarp();
-        ready &= waiting;
-        waiting ^= ready;
-        while (ready != 0) {
-            const int group = __ffsll(ready) - 1;
-            ready &= ready - 1;
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                const int pair = shared.pair[group][row];
-                if (pair < 0) continue;
-                const f16* const source = a.inner + (int64_t(group) * ROWS + row) * INNER;
-                for (int i = lane; i < ROW_PIECES; i += WARP) copy_async_16(inner + pair * PITCH + 16 * i, source + 8 * i);
+        const uint64_t ready =
+            __ballot_sync(0xffffffffu, lower) | uint64_t(__ballot_sync(0xffffffffu, upper)) << 32;
+        if (ready == 0) {
+            __nanosleep(64);
+            if (tries > (1 << 24)) {
+                report_fault(a.fault, FAULT_COPY, KERNEL, a.layer);
+                asm volatile("trap;");
             }
-            if (E4M3 && lane < ROWS / 4) {  // 0 where a row did not choose the group, as the tail has left it
-                copy_async_16(&shared.top[group][4 * lane], a.inner_max + group * ROWS + 4 * lane);
-            }
-            // Completes with the lane's copies, the scales' among them.
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.rows[group]))
-                         : "memory");
+            continue;
         }
-        if (tries > (1 << 22)) {
-            report_fault(a.fault, FAULT_COPY, KERNEL, a.layer);
-            asm volatile("trap;");
+        waiting ^= ready;
+        __syncwarp();
+        // inner was written through ordinary stores, and the copy engine is to see them.
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int group = lane + half * WARP;
+            if ((ready >> group & 1) == 0) continue;
+            const uint32_t bytes = __popc(shared.groups.rows[group]) * INNER * 2;
+            barrier_expect(&shared.rows[group], bytes + (E4M3 ? ROWS * 4 : 0));
+            // 0 where a row did not choose the group, as the tail has left it.
+            if (E4M3) bulk_load(shared.top[group], a.inner_max + group * ROWS, ROWS * 4, &shared.rows[group]);
+        }
+        __syncwarp();  // bytes are expected before they come
+        for (int slot = lane; slot < slots; slot += WARP) {
+            int group = slot / ROWS, row = slot % ROWS;
+            if (a.dense_groups == 0) {
+                group = shared.pair_group[slot], row = slot / TOP_K;
+            } else if (shared.pair[group][row] < 0) {
+                continue;
+            }
+            if (group < 0 || (ready >> group & 1) == 0) continue;
+            bulk_load(inner + slot * PITCH, a.inner + (int64_t(group) * ROWS + row) * INNER, INNER * 2,
+                      &shared.rows[group]);
         }
     }
     // The last block that needs the counters no more leaves them zero for the next launch.
@@ -413,6 +419,7 @@ __device__ __forceinline__ void project(const ExpertsArgs& a, Shared& shared, co
                 for (int i = 0; i < 4; ++i) total[tile][i] += (i % 2 == 0 ? weight.x : weight.y) * part[i];
             }
         }
+        reads_before_copies();
         __syncwarp();  // all lanes have read: the stage may be filled again
         if (lane == 0) barrier_arrive(&shared.empty[stage]);
         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -448,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
 
     for (int i = threadIdx.x; i < MAX_GROUPS; i += THREADS) {
         shared.groups.rows[i] = 0;
-        barrier_init(&shared.rows[i], WARP);
+        barrier_init(&shared.rows[i], 1);
         if (i < STAGES) {
             barrier_init(&shared.full[i], 1);
             barrier_init(&shared.empty[i], CONSUMERS);
@@ -499,6 +506,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
             b[p][j] = activation(acts + lane / 4 * ACT_PITCH, chunk, lane % 4);
         }
     }
+    reads_before_copies();
     __syncwarp();  // all lanes have read: weights may come here
     if (lane == 0) {
         for (int s = FREE_STAGES; s < STAGES; ++s) barrier_arrive(&shared.empty[s]);
@@ -506,6 +514,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");  // the producer has found the groups
 
     const Share share(shared.groups.count);
+    // A thread's part of down's scales: on its way while units are computed.
+    float scales[SCALE_LOADS];
+    const int each = tiles_of_block() * SCALES, entries = FP8 ? shared.groups.count * each : 0;
+#pragma unroll
+    for (int j = 0; j < SCALE_LOADS; ++j) {
+        const int i = threadIdx.x + j * CONSUMERS * WARP;
+        if (i >= entries) continue;
+        const int64_t tile = int64_t(shared.groups.expert[i / each]) * TILES + first_tile_of_block();
+        scales[j] = a.down_scales[tile * SCALES + i % each];
+    }
     int stage = 0, turn = 0;
     uint32_t parity = 0;
     for (int unit = share.unit(0); unit < share.units; unit = share.unit(++turn)) {
@@ -528,10 +546,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                     scale[q] = reinterpret_cast<const float2*>(part + PART_BYTES)[block];
                 }
             }
-            __syncwarp();  // all lanes have read: the stage may be filled again
-            if (lane == 0) barrier_arrive(&shared.empty[stage]);
 #pragma unroll
             for (int j = 0; j < WARP_CHUNKS; ++j) multiply(sum[FP8 ? p : 0], w[j], b[p][j]);
+            reads_before_copies();
+            __syncwarp();  // all lanes have read: the stage may be filled again
+            if (lane == 0) barrier_arrive(&shared.empty[stage]);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (p == PARTS - 1) {
 #pragma unroll
@@ -547,6 +566,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
         unit_sums[buffer][warp][lane] = total;
         __syncwarp();  // all lanes have written
         if (lane == 0) barrier_arrive(&shared.summed[buffer]);
+    }
+#pragma unroll
+    for (int j = 0; j < SCALE_LOADS; ++j) {
+        const int i = threadIdx.x + j * CONSUMERS * WARP;
+        if (i < entries) (&shared.scale[i / each][0][0])[i % each] = scales[j];
     }
     // The tables of `down` are there.
     asm volatile("bar.sync 3, %0;" ::"n"((CONSUMERS + 1) * WARP) : "memory");

@@ -460,8 +460,8 @@ BROKEN_FUSED = {
     "scale of another group": ("&shared.scale[group][0][0])[tile", "&shared.scale[group ^ 1][0][0])[tile"),
     "row of another pair": ("inner + pair * PITCH + lane", "inner + (pair ^ 1) * PITCH + lane"),
     "a group before it is complete": (
-        "lane < count && load_acquire(a.arrived + lane) == UNITS",
-        "lane < count",
+        "(waiting >> lane & 1) != 0 && load_acquire(a.arrived + lane) == UNITS",
+        "(waiting >> lane & 1) != 0",
     ),
     "counters not cleared": ("a.arrived[i] = 0;", ";"),
 }
