@@ -28,7 +28,9 @@ def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
     splits = splits_for(dims, window) if splits is None else splits
     m_tiles = -(-ROWS * dims.group // 16)
     single = window > 0 and window // KV_TILE + 2 <= splits  # no split ever has a second tile
-    return shaped(dims, splits, *((4, 1, m_tiles) if single else (8, 6, 1)))
+    # Three stages are 64 KB on their way while a tile is computed. More only delay the first tile, since all stages of
+    # all blocks share the memory's bandwidth until it has arrived.
+    return shaped(dims, splits, *((4, 1, m_tiles) if single else (4, 3, 1)))
 
 
 def shaped(dims: Dims, splits: int, warps: int, stages: int, m_splits: int) -> Kernel:
