@@ -175,7 +175,6 @@ struct GateUpArgs {
     const uint8_t* codes;      // [rows][HIDDEN] and
     const float* code_scale;   // [rows], where activations are FP8
     const uint8_t* weights;    // [experts][INNER / 8 units][unit bytes], see experts.cuh
-    const uint8_t* down_weights;  // `down`'s, to be asked for ahead of it; null: don't
     const int* expert_ids;     // [ROWS][TOP_K]
     f16* inner;                // [MAX_GROUPS][ROWS][INNER], INNER_SCALE * silu(gate) * up of the rows that chose it
     float* inner_max;          // [MAX_GROUPS][ROWS], the largest magnitude of inner, where activations are FP8
@@ -195,28 +194,6 @@ struct DownArgs {
     const int* expert_ids;       // [ROWS][TOP_K]
     const float* expert_weights; // [ROWS][TOP_K]
     float* out;                  // [rows][HIDDEN]
-    int dense_groups;
-    int reserved;
-};
-
-// GateUpArgs and DownArgs in one launch: the fields mean the same.
-struct ExpertsArgs {
-    Fault* fault;
-    const int* live;
-    int layer;
-    int rows;
-    const f16* normed;
-    const uint8_t* codes;
-    const float* code_scale;
-    const uint8_t* gate_up;      // GateUpArgs.weights
-    const uint8_t* down;         // DownArgs.weights
-    const float* down_scales;    // DownArgs.scales
-    const int* expert_ids;
-    const float* expert_weights;
-    f16* inner;
-    float* inner_max;
-    int* arrived;                // [MAX_GROUPS + 1], zero before the first launch; a launch leaves it zero
-    float* out;
     int dense_groups;
     int reserved;
 };

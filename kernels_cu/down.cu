@@ -8,8 +8,7 @@
 //
 // A block owns rows of the output and takes all groups, so nothing is added across blocks and a weight is read once.
 // Each warp has groups of its own and DEPTH stages of shared memory for them: it refills a stage as soon as it has
-// used it, with no barrier among warps. All stages are on their way while gate_up still runs: that is what keeps
-// memory busy across the boundary, so a block must fit beside gate_up's (registers and shared memory of both).
+// used it, with no barrier among warps. All stages are on their way before inner is waited for.
 // inner comes in one piece, only rows that chose the expert: one latency for all groups instead of one for each, and
 // a row that did not choose it, where inner holds anything, is a zero in B.
 #include "common/copy.cuh"

@@ -9,8 +9,7 @@
 // first copy leaves after it, and that memory never idles from then on. So one warp finds the experts without a
 // barrier and sends bulk copies STAGES deep before it does anything else; eight warps split K, so that each holds its
 // part of the activations in registers, loaded once, and a unit needs just one exchange; its sums are added and
-// stored by a different warp each time while the others go on with the next unit. At the end, where no copy of its
-// own remains to be sent, a block asks L2 for its part of what `down` reads next.
+// stored by a different warp each time while the others go on with the next unit.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
 #include "common/mma.cuh"
@@ -36,14 +35,10 @@ constexpr int STAGE_BYTES = PART_BYTES + SCALE_BYTES;  // the last part brings t
 constexpr int UNITS = INNER / 8;                       // of an expert
 constexpr int SUMS = FP8 ? PARTS : 1;                  // accumulators that await different scales
 constexpr int64_t EXPERT_BYTES = int64_t(UNITS) * UNIT_BYTES;
-constexpr int64_t DOWN_BYTES = int64_t(HIDDEN) * INNER * (FP8 ? 1 : 2);
-constexpr int PIECES = HIDDEN / 64;  // of an expert of `down`, in which it is asked for: four tiles
-constexpr int PIECE_BYTES = int(DOWN_BYTES / PIECES);
 
 static_assert(HIDDEN % 128 == 0 && INNER % 8 == 0, "whole scales and units");
 static_assert(CHUNKS % CONSUMERS == 0, "K is split among the warps");
 static_assert(SMEM == STAGES * STAGE_BYTES, "the host and the kernel agree on shared memory");
-static_assert(PIECE_BYTES % 16 == 0, "bulk copies are of 16 bytes");
 
 // Activations of one chunk as B. Half: k = 4t .. 4t + 3 of a chunk's (half) 16; E4M3: the codes of both halves.
 struct Fragment {
@@ -163,14 +158,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
             while (unit < units) {
                 barrier_wait(&empty[stage], parity, a.fault, KERNEL, a.layer);
                 send();
-            }
-        }
-        __syncwarp();  // what `down` needs queues behind what this kernel needs
-        if (a.down_weights != nullptr) {
-            const int pieces = (groups.count - DOWN_AHEAD) * PIECES;
-            for (int n = blockIdx.x + lane * gridDim.x; n < pieces; n += WARP * gridDim.x) {
-                const int64_t expert = groups.expert[DOWN_AHEAD + n / PIECES];
-                bulk_prefetch(a.down_weights + expert * DOWN_BYTES + n % PIECES * PIECE_BYTES, PIECE_BYTES);
             }
         }
         return;

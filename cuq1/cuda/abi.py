@@ -179,7 +179,6 @@ class GateUpArgs(Structure):
         ("codes", Pointer),
         ("code_scale", Pointer),
         ("weights", Pointer),
-        ("down_weights", Pointer),
         ("expert_ids", Pointer),
         ("inner", Pointer),
         ("inner_max", Pointer),
@@ -200,29 +199,6 @@ class DownArgs(Structure):
         ("scales", Pointer),
         ("expert_ids", Pointer),
         ("expert_weights", Pointer),
-        ("out", Pointer),
-        ("dense_groups", c_int32),
-        ("reserved", c_int32),
-    )
-
-
-class ExpertsArgs(Structure):
-    _fields_ = (
-        ("fault", Pointer),
-        ("live", Pointer),
-        ("layer", c_int32),
-        ("rows", c_int32),
-        ("normed", Pointer),
-        ("codes", Pointer),
-        ("code_scale", Pointer),
-        ("gate_up", Pointer),
-        ("down", Pointer),
-        ("down_scales", Pointer),
-        ("expert_ids", Pointer),
-        ("expert_weights", Pointer),
-        ("inner", Pointer),
-        ("inner_max", Pointer),
-        ("arrived", Pointer),
         ("out", Pointer),
         ("dense_groups", c_int32),
         ("reserved", c_int32),

@@ -406,7 +406,6 @@ def _mlp_part(
             "codes": Ref("codes", 0) if quantised else 0,
             "code_scale": Ref("code_scale", 0) if quantised else 0,
             "weights": weights,
-            "down_weights": 0,
             "expert_ids": Ref("expert_ids", 0),
             "inner": Ref("inner", 0),
             "inner_max": Ref("inner_max", 0) if quantised else 0,

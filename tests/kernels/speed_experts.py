@@ -1,10 +1,9 @@
 """Times gate_up and down over several layers' weights: python3 -m tests.kernels.speed_experts [key=value ...]
 
-Keys: stages (gate_up); tiles, depth, ahead (down; ahead: groups that gate_up leaves out when it asks L2 for down's
-weights, none: it asks for nothing); fused: stages of both in one launch; dims: fp8, bf16 or e4m3; groups: distinct
-experts, as 8,38. Further variants follow a --. Prints microseconds a layer and the ratio to the read ceiling, for
-each kernel in a chain of its own kind, for both in turn, and for both with a small kernel between layers, whose own
-time is taken off.
+Keys: stages (gate_up); tiles, depth (down); dims: fp8, bf16 or e4m3; groups: distinct experts, as 8,38. Further
+variants follow a --; without any, those that are worth a comparison. Prints microseconds a layer and the ratio to the
+read ceiling, for each kernel in a chain of its own kind, for both in turn, and for both with a small kernel between
+layers, whose own time is taken off.
 """
 
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuq1.cuda.abi import BandwidthArgs, DownArgs, ExpertsArgs, GateUpArgs
+from cuq1.cuda.abi import BandwidthArgs, DownArgs, GateUpArgs
 from cuq1.cuda.kernels import experts
 from cuq1.cuda.repack import unit_bytes
 from cuq1.plan.kernel import Kernel
@@ -22,6 +21,10 @@ from tests.kernels.shapes import RELEASED
 
 LAYERS = 16
 ROWS = 8
+WORTH_COMPARING = (
+    "stages=8 -- stages=6 groups=8,38 -- stages=10 groups=8,38 -- stages=12 groups=8,38 -- tiles=2 depth=1 groups=8,38 "
+    "-- tiles=1 depth=2 groups=8,38 -- tiles=1 depth=4 groups=8,38 -- dims=e4m3 groups=8,38 -- dims=bf16 groups=8,38"
+)
 
 
 def choices(rng, dims, distinct):
@@ -52,7 +55,6 @@ class Layers:
         self.inner = xp.zeros((64, ROWS, dims.inner), np.float16)
         self.inner_max = xp.ones((64, ROWS), np.float32)
         self.out = xp.zeros((ROWS, dims.hidden), np.float32)
-        self.arrived = xp.zeros(65, np.int32)
         self.routing = gpu.array(np.full((ROWS, dims.top_k), 0.125, np.float32))
 
     def _random(self, size):
@@ -62,31 +64,13 @@ class Layers:
         words &= np.int32(0x3F3F3F3F)
         return words.view(np.uint8)
 
-    def calls(self, ids, gate_up, down, between=None, prefetch=True):
+    def calls(self, ids, gate_up, down, between=None):
         """One list of (kernel, args) for all layers."""
         dims, found = self.dims, []
         for layer, chosen in enumerate(ids):
             if between is not None:
                 found.append((between, BandwidthArgs(self.out.data.ptr, self.inner_max.data.ptr, 24)))
-            if gate_up is not None and gate_up.args is ExpertsArgs:
-                args = ExpertsArgs(
-                    rows=ROWS,
-                    layer=layer,
-                    normed=self.x.data.ptr,
-                    codes=self.codes.data.ptr,
-                    code_scale=self.code_scale.data.ptr,
-                    gate_up=self.gate_up[layer].data.ptr,
-                    down=self.down[layer].data.ptr,
-                    down_scales=self.scales[layer].data.ptr if dims.fp8_experts else 0,
-                    expert_ids=chosen.data.ptr,
-                    expert_weights=self.routing.data.ptr,
-                    inner=self.inner.data.ptr,
-                    inner_max=self.inner_max.data.ptr,
-                    arrived=self.arrived.data.ptr,
-                    out=self.out.data.ptr,
-                )
-                found.append((gate_up, args))
-            elif gate_up is not None:
+            if gate_up is not None:
                 args = GateUpArgs(
                     rows=ROWS,
                     layer=layer,
@@ -94,7 +78,6 @@ class Layers:
                     codes=self.codes.data.ptr,
                     code_scale=self.code_scale.data.ptr,
                     weights=self.gate_up[layer].data.ptr,
-                    down_weights=self.down[layer].data.ptr if prefetch else 0,
                     expert_ids=chosen.data.ptr,
                     inner=self.inner.data.ptr,
                     inner_max=self.inner_max.data.ptr,
@@ -123,22 +106,16 @@ def stand_in():
 
 def options(text):
     found = dict(item.split("=") for item in text)
-    return {k: None if v == "none" else v if k in {"groups", "dims"} else int(v) for k, v in found.items()}
+    return {key: value if key in {"groups", "dims"} else int(value) for key, value in found.items()}
 
 
 def report(layers, given, alone):
     gpu, dims = layers.gpu, layers.dims
     ceiling = gpu.read_ceiling()
     gate_up = experts.gate_up(dims, stages=given.get("stages"))
-    both = experts.fused(dims, stages=given["fused"]) if "fused" in given else None
     down = experts.down(dims, tiles=given.get("tiles"), depth=given.get("depth"))
-    ahead = given.get("ahead", -1)
-    if ahead not in {-1, None}:
-        defines = tuple((k, ahead if k == "DOWN_AHEAD" else v) for k, v in gate_up.defines)
-        gate_up = replace(gate_up, defines=defines)
-    between, prefetch = stand_in(), ahead is not None
-    size = "" if both is None else f", fused {both.smem} B"
-    print(f"{given}: ceiling {ceiling:.0f} GB/s, gate_up {gate_up.smem} B, down {down.smem} B x {down.grid[0]}{size}")
+    between = stand_in()
+    print(f"{given}: ceiling {ceiling:.0f} GB/s, gate_up {gate_up.smem} B, down {down.smem} B x {down.grid[0]}")
     rng = np.random.default_rng(2)
     empty = gpu.median_us(layers.calls([None] * LAYERS, None, None, between), 20)[0] / LAYERS
     for distinct in map(int, given.get("groups", "8,11,24,38,48").split(",")):
@@ -148,14 +125,12 @@ def report(layers, given, alone):
         for name, a, b, size, mid, used in (
             ("gate_up", gate_up, None, sizes[0], None, alone),
             ("down", None, down, sizes[1], None, alone),
-            ("pair", gate_up, down, sum(sizes), None, both is None),
-            ("pair, spaced", gate_up, down, sum(sizes), between, both is None),
-            ("fused", both, None, sum(sizes), None, both is not None),
-            ("fused, spaced", both, None, sum(sizes), between, both is not None),
+            ("pair", gate_up, down, sum(sizes), None, True),
+            ("pair, spaced", gate_up, down, sum(sizes), between, True),
         ):
             if not used:
                 continue
-            total, (low, high) = gpu.median_us(layers.calls(ids, a, b, mid, prefetch and b is not None), 20)
+            total, (low, high) = gpu.median_us(layers.calls(ids, a, b, mid), 20)
             us = total / LAYERS - (empty if mid is not None else 0)
             spread = (high - low) / LAYERS
             line += f" | {name} {us:.2f} us +-{spread / 2:.2f} {100 * size / us / 1e3 / ceiling:.0f}%"
@@ -165,7 +140,7 @@ def report(layers, given, alone):
 def main():
     gpu = Gpu()
     variants = [[]]
-    for word in sys.argv[1:]:
+    for word in sys.argv[1:] or WORTH_COMPARING.split():
         if word == "--":
             variants.append([])
         else:

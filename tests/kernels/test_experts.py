@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
-from cuq1.cuda.abi import DownArgs, ExpertsArgs, GateUpArgs
+from cuq1.cuda.abi import DownArgs, GateUpArgs
 from cuq1.cuda.kernels import experts
 from cuq1.cuda.repack import gate_up_units, tiles
 from cuq1.errors import DeviceError
@@ -166,7 +166,6 @@ def run_gate_up(e, rng, ids, rows, *, live=None, dense=0, patch=None, size=1.0):
         codes=held[1].data.ptr if e.e4m3 else 0,
         code_scale=held[2].data.ptr if e.e4m3 else 0,
         weights=e.gate_up_weights.data.ptr,
-        down_weights=e.down_weights.data.ptr,
         expert_ids=0 if dense else held[3].data.ptr,
         inner=inner.data.ptr,
         inner_max=inner_max.data.ptr if e.e4m3 else 0,
@@ -232,54 +231,6 @@ def run_down(e, rng, ids, rows, *, live=None, dense=0, patch=None, inner=None):
     )
     assert np.isfinite(found[:alive]).all()
     return error(found[:alive], expected), found
-
-
-def run_fused(e, rng, ids, rows, *, live=None, dense=0, patch=None, size=1.0, sms=experts.SMS):
-    """Runs both in one launch: (relative error, out as it lies there)."""
-    gpu, dims = e.gpu, e.dims
-    alive = rows if live is None else min(rows, live)
-    x, codes, code_scale, exact = activations(e, rng, alive, size)
-    routing = rng.dirichlet(np.ones(dims.top_k), ROWS).astype(np.float32)
-    routing[alive:] = np.nan
-    inner = gpu.poison((MAX_GROUPS, ROWS, dims.inner), np.float16)
-    inner_max = gpu.array(np.zeros((MAX_GROUPS, ROWS), np.float32))
-    arrived = gpu.array(np.zeros(MAX_GROUPS + 1, np.int32))
-    out = gpu.poison((ROWS, dims.hidden), np.float32)
-    held = [gpu.array(v) for v in (x, codes, code_scale, ids, routing)] + [gpu.array(np.array([live or 0], np.int32))]
-    args = ExpertsArgs(
-        fault=gpu.fault.address,
-        live=0 if live is None else held[5].data.ptr,
-        layer=3,
-        rows=rows,
-        normed=0 if e.e4m3 else held[0].data.ptr,
-        codes=held[1].data.ptr if e.e4m3 else 0,
-        code_scale=held[2].data.ptr if e.e4m3 else 0,
-        gate_up=e.gate_up_weights.data.ptr,
-        down=e.down_weights.data.ptr,
-        down_scales=e.down_scales.data.ptr if dims.fp8_experts else 0,
-        expert_ids=0 if dense else held[3].data.ptr,
-        expert_weights=0 if dense else held[4].data.ptr,
-        inner=inner.data.ptr,
-        inner_max=inner_max.data.ptr if e.e4m3 else 0,
-        arrived=arrived.data.ptr,
-        out=out.data.ptr,
-        dense_groups=dense,
-    )
-    gpu.run(experts.fused(dims, dense_groups=dense, sms=sms), args, patch)
-    assert not arrived.get().any()
-    found = out.get()
-    assert np.isnan(found[alive:]).all()
-    if alive == 0:
-        return 0.0, found
-    wanted = np.arange(dense) if dense else ids[:alive]
-    between = twin.gate_up(exact[:alive], e.gate_up_values(wanted), ids[:alive], dense)
-    expected = twin.down(between, e.down_values(wanted), ids[:alive], routing, dense, e.e4m3)
-    assert np.isfinite(found[:alive]).all()
-    return error(found[:alive], expected), found
-
-
-def fused_tolerance(e):
-    return 1e-2 if e.e4m3 else 1e-3
 
 
 def down_tolerance(e):
@@ -379,62 +330,6 @@ def test_overflow_is_reported(gpu):
         run_gate_up(e, rng, ids, 8, size=1e4)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", DIMS)
-@pytest.mark.parametrize(("rows", "kind"), [(1, "any"), (2, "same"), (5, "any"), (8, "any"), (8, "same")])
-def test_fused(gpu, name, rows, kind):
-    e, rng = fresh(gpu, name)
-    assert run_fused(e, rng, e.choose(rng, rows, kind), rows)[0] < fused_tolerance(e)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "rows"), [("released", 8), ("released FP8 activations", 8), ("nano", 4)])
-def test_fused_all_experts_different(gpu, name, rows):
-    e, rng = fresh(gpu, name)
-    assert run_fused(e, rng, e.choose(rng, rows, "different"), rows)[0] < fused_tolerance(e)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("live", [0, 1, 3, 8, 11])
-def test_fused_live_rows(gpu, live):
-    e, rng = fresh(gpu, "nano")
-    assert run_fused(e, rng, e.choose(rng, min(8, live), "any"), 8, live=live)[0] < fused_tolerance(e)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "groups"), [("nano", 8), ("nano", 1), ("nano BF16", 11), ("nano2 FP8 activations", 20)]
-)
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_fused_dense(gpu, name, groups, rows):
-    e, rng = fresh(gpu, name)
-    ids = np.full((ROWS, e.dims.top_k), 0x7F7F7F7F, np.int32)  # not looked at
-    assert run_fused(e, rng, ids, rows, dense=groups)[0] < fused_tolerance(e)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "sms"), [("nano", 16), ("nano", 8), ("nano", 5), ("nano2", 3), ("released", 96)])
-def test_fused_on_fewer_multiprocessors(gpu, name, sms):
-    """Every way in which tiles divide among blocks."""
-    e, rng = fresh(gpu, name)
-    assert run_fused(e, rng, e.choose(rng, 8, "any"), 8, sms=sms)[0] < fused_tolerance(e)
-
-
-@pytest.mark.gpu
-def test_fused_same_bits_again(gpu):
-    e, rng = fresh(gpu, "released")
-    ids, seed = e.choose(rng, 8, "any"), int(rng.integers(2**31))
-    once, again = (run_fused(e, np.random.default_rng(seed), ids, 8)[1] for _ in range(2))
-    np.testing.assert_array_equal(once.view(np.uint32), again.view(np.uint32))
-
-
-@pytest.mark.gpu
-def test_fused_overflow_is_reported(gpu):
-    e, rng = fresh(gpu, "nano")
-    with pytest.raises(DeviceError, match="not finite in gate_up, layer 3"):
-        run_fused(e, rng, e.choose(rng, 8, "any"), 8, size=1e4)
-
-
 BROKEN_GATE_UP = {
     "mask of another group": ("groups.rows[group] >> token", "groups.rows[group ^ 1] >> token"),
     "gate and up swapped": ("silu(gate[i]) * up[i]", "silu(up[i]) * gate[i]"),
@@ -448,22 +343,6 @@ BROKEN_DOWN = {
     "scale of another block": ("tables.scale[group][tile][s]", "tables.scale[group][tile][s ^ (SCALES > 1)]"),
     "scale of another group": ("tables.scale[group][tile][s]", "tables.scale[group ^ 1][tile][s]"),
     "row of another pair": ("row] = static_cast<signed char>(pair);", "row] = static_cast<signed char>(pair ^ 1);"),
-}
-
-
-BROKEN_FUSED = {
-    "mask of another group": ("groups.rows[group] >> token", "groups.rows[group ^ 1] >> token"),
-    "gate and up swapped": ("silu(gate[i]) * up[i]", "silu(up[i]) * gate[i]"),
-    "scale of another block": ("* CHUNK_K / 128;", "* CHUNK_K / 128 ^ 1;"),
-    "weights of the next unit": ("(unit % UNITS) * UNIT", "((unit + 1) % UNITS) * UNIT"),
-    "no routing weight": ("= weight[j] * (1.0f / INNER_SCALE)", "= 1.0f / INNER_SCALE"),
-    "scale of another group": ("&shared.scale[group][0][0])[tile", "&shared.scale[group ^ 1][0][0])[tile"),
-    "row of another pair": ("inner + pair * PITCH + lane", "inner + (pair ^ 1) * PITCH + lane"),
-    "a group before it is complete": (
-        "(waiting >> lane & 1) != 0 && load_acquire(a.arrived + lane) == UNITS",
-        "(waiting >> lane & 1) != 0",
-    ),
-    "counters not cleared": ("a.arrived[i] = 0;", ";"),
 }
 
 
@@ -489,14 +368,6 @@ def test_broken_down_is_rejected(gpu, broken):
     e, rng = fresh(gpu, "released")
     ids = e.choose(rng, 8, "any")
     assert rejects(lambda: run_down(e, rng, ids, 8, patch=BROKEN_DOWN[broken]), DOWN_TOLERANCE)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("broken", BROKEN_FUSED)
-def test_broken_fused_is_rejected(gpu, broken):
-    e, rng = fresh(gpu, "released")
-    ids = e.choose(rng, 8, "any")
-    assert rejects(lambda: run_fused(e, rng, ids, 8, patch=BROKEN_FUSED[broken]), fused_tolerance(e))
 
 
 def test_twin_of_one_expert_is_the_plain_formula():

@@ -2,7 +2,7 @@
 
 from math import gcd
 
-from cuq1.cuda.abi import DownArgs, ExpertsArgs, GateUpArgs
+from cuq1.cuda.abi import DownArgs, GateUpArgs
 from cuq1.cuda.kernels.defines import common
 from cuq1.cuda.repack import TILE, unit_bytes
 from cuq1.plan.dims import ROWS, Dims
@@ -12,12 +12,8 @@ SMS = 132  # multiprocessors of an H100 or H200
 
 _WARPS = 8  # of a block that multiply
 _CHUNK = 512
-# A block of gate_up and one of down fit on a multiprocessor together: that has 228 KB of shared memory, of which the
-# two take 92 and 131 KB at the released sizes, and the system 1 KB each.
-_STAGES = 5  # of gate_up: 80 KB in flight at the released sizes
+_STAGES = 8  # of gate_up: 130 KB in flight a block at the released sizes
 _DOWN_STAGES = 96 << 10  # bytes of down's stages, at most
-_FUSED_STAGES = 8
-_FINISHERS = 4  # warps of a fused block that add and store units
 
 
 def gate_up(dims: Dims, *, sms: int = SMS, stages: int | None = None) -> Kernel:
@@ -37,7 +33,6 @@ def gate_up(dims: Dims, *, sms: int = SMS, stages: int | None = None) -> Kernel:
             *common(dims),
             ("STAGES", stages),
             ("SMEM", stages * stage),
-            ("DOWN_AHEAD", _down_shape(dims)[1] * _WARPS),
         ),
         (sms, 1, 1),
         (_WARPS + 1) * 32,
@@ -76,41 +71,6 @@ def down(dims: Dims, *, scale_k: int | None = None, tiles: int | None = None, de
     )
 
 
-def fused(
-    dims: Dims, *, sms: int = SMS, scale_k: int | None = None, dense_groups: int = 0, stages: int = _FUSED_STAGES
-) -> Kernel:
-    """gate_up and down in one launch; twin: tests/kernels/twins/experts.py, `down` of `gate_up`.
-
-    sms: multiprocessors, each of which takes one block; all must run at once. scale_k: as for `down`. dense_groups: of
-    a dense layer, 0 otherwise. stages: copies in flight a block.
-    """
-    chunks = dims.hidden // (32 if dims.fp8_experts else 16)
-    part_chunks = _WARPS * next(n for n in (4, 2, 1) if chunks % (n * _WARPS) == 0)
-    part = part_chunks * _CHUNK + unit_bytes(dims.hidden, fp8=dims.fp8_experts) - chunks * _CHUNK
-    most = -(-dims.hidden // TILE // sms)
-    slots = ROWS * max(dims.top_k, dense_groups)
-    rows = slots * (-(-dims.inner * 2 // 128) * 128 + 32)
-    sums = _FINISHERS * _WARPS * 32 * 16 + _WARPS * most * ROWS * 20 * 4
-    smem = stages * max(part, most * _tile_bytes(dims)) + rows + sums
-    return Kernel(
-        "experts.cu",
-        "experts",
-        ExpertsArgs,
-        (
-            *common(dims),
-            ("DOWN_SCALE_K", gcd(dims.inner, 128) if scale_k is None else scale_k),
-            ("SMS", sms),
-            ("STAGES", stages),
-            ("SLOTS", slots),
-            ("SMEM", smem),
-        ),
-        (sms, 1, 1),
-        (_WARPS + 2 + _FINISHERS) * 32,
-        smem=smem,
-        max_registers=128,
-    )
-
-
 def _tile_bytes(dims: Dims) -> int:
     return TILE * dims.inner * (1 if dims.fp8_experts else 2)
 
@@ -124,5 +84,5 @@ def _down_shape(dims: Dims) -> tuple[int, int]:
 
 
 def kernels(dims: Dims) -> list[Kernel]:
-    """All kernels for these sizes."""
-    return [gate_up(dims), down(dims), fused(dims)]
+    """Both kernels for these sizes."""
+    return [gate_up(dims), down(dims)]
