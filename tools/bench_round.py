@@ -268,9 +268,7 @@ def _run(argv: list[str] | None) -> int:
                 )
             if args.marginal and rows == max(args.rows):
                 for one in bench.marginal(plan, spread, args.repeats):
-                    print(
-                        f"  without {one['kernel']:20} x{one['count']:4} {one['us']:7.2f} µs, {one['total_us']:7.1f}"
-                    )
+                    print(f"  without {one['kernel']:20} x{one['count']:4} {one['us']:7.2f} µs, {one['total_us']:7.1f}")
             if not args.no_log:
                 append_row(
                     "round",
