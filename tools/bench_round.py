@@ -154,7 +154,8 @@ class Bench:
 
     def round(self, rows: int, drafts: int, context: int, distinct: float, repeats: int) -> tuple[Plan, Spread]:
         self.place(context, rows, drafts, distinct)
-        plan = q1.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True)
+        short = context + ROWS <= self.model.short_context
+        plan = q1.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
         return plan, self.time(plan, repeats, reset=True)
 
     def kernels(self, plan: Plan, repeats: int) -> list[dict[str, float | str]]:

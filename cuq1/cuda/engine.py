@@ -195,10 +195,15 @@ class CudaEngine(SequenceEngine):
             self.prefill(before)
         else:
             self._reset()
+        return self.verified_rows(tokens[-rows:], len(before))
+
+    def verified_rows(self, rows: Sequence[int], start: int) -> F32:
+        """The same of at most eight tokens at positions start, start + 1, …, with what the caches hold before them."""
+        self._check_open()
         with self._change():
-            self._target_end = max(self._target_end, len(tokens))
+            self._target_end = max(self._target_end, start + len(rows))
             self._fresh = False
-            return self._runtime.verify(tokens[-rows:], len(before))
+            return self._runtime.verify(rows, start)
 
 
 def _on_host(params: DecodeParams) -> bool:

@@ -40,7 +40,7 @@ class HostSampler:
         for i, token in enumerate((state.tokens[0], *self._drafts)):
             state.tokens[i], state.positions[i] = token, state.done + i
         self._runtime.send(state)
-        self._runtime.run("target", rows, 0, lambda: q1.target_of(self._runtime.model, rows))
+        self._runtime.target(rows, state.done)
         p = [self._distribution(row, params) for row in self._rows(rows)]
         drafts = self._drafts
         accepted, token = verify(drafts, self._q, p, seed, state.done + 1)

@@ -14,6 +14,7 @@ from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
 from cuq1.models import prefill_buffers, q1
+from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
@@ -177,10 +178,22 @@ class Runtime:
         self.run("first", 1, limit, lambda: q1.first_of(self.model, limit))
         return int(self.state.log_tokens[0])
 
+    def _short(self, done: int) -> bool:
+        """Whether a pass at positions done, done + 1, … may use the plans for short contexts."""
+        return done + ROWS <= self.model.short_context
+
+    def target(self, rows: int, done: int) -> None:
+        """The target's forward pass of the state's rows, from position `done` on."""
+        short = self._short(done)
+        kind = "target, short" if short else "target"
+        self.run(kind, rows, 0, lambda: q1.target_of(self.model, rows, short=short))
+
     def round(self, limit: int) -> Round:
         """Verifies the pending token and its drafts, and drafts after what was committed."""
         rows = self.state.drafts + 1
-        self.run("round", rows, limit, lambda: q1.round_of(self.model, rows, limit))
+        short = self._short(self.state.done)
+        kind = "round, short" if short else "round"
+        self.run(kind, rows, limit, lambda: q1.round_of(self.model, rows, limit, short=short))
         state = self.state
         return Round(tuple(state.log_tokens[: state.log_count]), state.log_drafted, state.log_accepted)
 
@@ -190,7 +203,7 @@ class Runtime:
         for i, token in enumerate(tokens):
             state.tokens[i], state.positions[i] = token, start + i
         self.send(state)
-        self.run("target", len(tokens), 0, lambda: q1.target_of(self.model, len(tokens)))
+        self.target(len(tokens), start)
         out = np.empty((len(tokens), self.model.dims.vocab), np.float32)
         self.read("logits", out)
         return out

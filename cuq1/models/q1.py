@@ -123,6 +123,11 @@ class Model:
             found[f"{layer.window}"] = attention.splits_for(layer.dims, layer.window, self.sms)
         return found
 
+    @property
+    def short_context(self) -> int:
+        """Positions up to which a pass may use the plans for short contexts."""
+        return attention.short_context(attention.splits_for(self.dims, 0, self.sms))
+
 
 def resolve(
     config: Q1Config,
@@ -182,6 +187,7 @@ class _Builder:
     model: Model
     distinct: float
     context: int
+    short: bool = False  # full layers see no more than Model.short_context positions
     buffers: dict[str, Buffer] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 
@@ -307,7 +313,7 @@ def _attention_part(b: _Builder, layer: Layer, rows_: int, live: Ref | int, posi
     if head_rows == 0:
         return
     b.add(
-        attention.attention(d, layer.window, splits),
+        attention.attention(d, layer.window, splits, short=b.short),
         "attention",
         layer.number,
         {**shared, **caches, **shape, "rows": head_rows, "slots": layer.slots, "written": rows_},
@@ -644,13 +650,21 @@ def _drafting(b: _Builder, drafts: int, *, forced: bool) -> None:
 
 
 def round_of(
-    model: Model, rows_: int, drafts: int, *, context: int = 1024, distinct: float = 8.0, forced: bool = False
+    model: Model,
+    rows_: int,
+    drafts: int,
+    *,
+    context: int = 1024,
+    distinct: float = 8.0,
+    forced: bool = False,
+    short: bool = False,
 ) -> Plan:
     """A whole round: `rows_` rows are verified and judged, then up to `drafts` drafts are made.
 
-    context and distinct count the bytes only. forced: routing is read from the buffer `forced_ids`.
+    context and distinct count the bytes only. forced: routing is read from the buffer `forced_ids`. short: no row's
+    position reaches `model.short_context`.
     """
-    b = _Builder(model, distinct, context)
+    b = _Builder(model, distinct, context, short=short)
     _target(b, rows_, forced=forced)
     _top_k(b, rows_, 0, len(model.layers))
     _accept(b, rows_, first=False)
@@ -667,9 +681,9 @@ def first_of(model: Model, drafts: int) -> Plan:
     return b.plan()
 
 
-def target_of(model: Model, rows_: int) -> Plan:
-    """The target's forward pass alone: logits of rows_ rows, for sampling on the host."""
-    b = _Builder(model, model.dims.top_k, 0)
+def target_of(model: Model, rows_: int, *, short: bool = False) -> Plan:
+    """The target's forward pass alone: logits of rows_ rows, for sampling on the host. short: as in `round_of`."""
+    b = _Builder(model, model.dims.top_k, 0, short=short)
     _target(b, rows_, forced=False)
     return b.plan()
 
@@ -704,4 +718,6 @@ def round_plan(
 
     layout = weights_plan(config, draft_config, tp, rank)
     model = resolve(config, draft_config, layout, tp=tp, rank=rank, capacity=context)
-    return round_of(model, rows, drafts if draft_config is not None else 0, context=context, distinct=distinct)
+    short = context + ROWS <= model.short_context
+    most = drafts if draft_config is not None else 0
+    return round_of(model, rows, most, context=context, distinct=distinct, short=short)

@@ -18,16 +18,22 @@ def splits_for(dims: Dims, window: int, sms: int = MULTIPROCESSORS) -> int:
     return most if window == 0 else min(most, window // KV_TILE + 2)
 
 
-def attention(dims: Dims, window: int, splits: int | None = None) -> Kernel:
+def short_context(splits: int) -> int:
+    """Positions from 0 that fit the splits a tile each, which a full layer's kernel for short contexts may see."""
+    return splits * KV_TILE
+
+
+def attention(dims: Dims, window: int, splits: int | None = None, *, short: bool = False) -> Kernel:
     """Partials of softmax(scale q k^T) v over each split; with `combine`, twin: tests' `attended`.
 
     q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]. Writes, for active splits and live
     rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], and partial_max (in base 2) and partial_sum without
-    the last axis. args.splits must be `splits` (default: `splits_for`).
+    the last axis. args.splits must be `splits` (default: `splits_for`). short: the pass sees no more than
+    `short_context` positions, so that no split has a second tile.
     """
     splits = splits_for(dims, window) if splits is None else splits
     m_tiles = -(-ROWS * dims.group // 16)
-    single = window > 0 and window // KV_TILE + 2 <= splits  # no split ever has a second tile
+    single = short if window == 0 else window // KV_TILE + 2 <= splits  # no split ever has a second tile
     # Three stages are 64 KB on their way while a tile is computed. More only delay the first tile, since all stages of
     # all blocks share the memory's bandwidth until it has arrived.
     return shaped(dims, splits, *((4, 1, m_tiles) if single else (4, 3, 1)))
@@ -63,6 +69,12 @@ def combine(dims: Dims, splits: int) -> Kernel:
 
 def kernels(dims: Dims) -> list[Kernel]:
     """Both for every window."""
+    short = attention(dims, 0, short=True)
     return [
-        kernel for window in WINDOWS for kernel in (attention(dims, window), combine(dims, splits_for(dims, window)))
+        short,
+        *(
+            kernel
+            for window in WINDOWS
+            for kernel in (attention(dims, window), combine(dims, splits_for(dims, window)))
+        ),
     ]
