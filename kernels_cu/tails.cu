@@ -81,8 +81,8 @@ struct Routing {
     alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
     alignas(16) float residual[EXPERTS];
     alignas(16) uint32_t most[WARP];  // the lanes' largest
-    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE + 1];  // by ascending expert, then zeros; the last is for no one
-    int experts[CANDIDATES + AT_ONCE + 1];
+    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE + WARP];  // by ascending expert, then zeros; the last is for no one
+    int experts[CANDIDATES + AT_ONCE + WARP];
     alignas(16) float shares[TOP_K];  // of the chosen, in order: exp(logit - largest logit)
     int ids[TOP_K];
 };
@@ -141,7 +141,7 @@ __device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h,
 #pragma unroll
         for (int i = 0; i < A_LANE; ++i) {
             const bool candidate = key[i] >= least;
-            const int slot = candidate ? at : CANDIDATES + AT_ONCE;  // a store without a branch
+            const int slot = candidate ? at : CANDIDATES + AT_ONCE + lane;  // a store without a branch
             r.keys[slot] = key[i];
             r.experts[slot] = lane * A_LANE + i;
             at += candidate;

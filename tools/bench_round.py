@@ -54,6 +54,11 @@ def routing(rng: np.random.Generator, rows: int, experts: int, top_k: int, disti
     return ids
 
 
+def within_reach(distinct: float, rows: int, experts: int, top_k: int) -> float:
+    """The distinct experts that `rows` rows can choose, where `distinct` asks for more or fewer."""
+    return max(float(top_k), min(distinct, float(experts), float(rows * top_k)))
+
+
 class Bench:
     """A rank with random weights and caches, and the state of a round at a position."""
 
@@ -127,6 +132,7 @@ class Bench:
         self.write("state0", record)
         self.write("state", record)
         d = self.model.dims
+        distinct = within_reach(distinct, rows, d.experts, d.top_k)
         low = int(distinct)
         counts = [low + int(self.rng.random() < distinct - low) for _ in self.model.layers]
         forced = [routing(self.rng, rows, d.experts, d.top_k, count) for count in counts]
@@ -253,11 +259,13 @@ def _run(argv: list[str] | None) -> int:
     )
     for context in args.context:
         for rows in args.rows:
-            plan, spread = bench.round(rows, args.drafts, context, args.experts, args.repeats)
+            d = bench.model.dims
+            distinct = within_reach(args.experts, rows, d.experts, d.top_k)
+            plan, spread = bench.round(rows, args.drafts, context, distinct, args.repeats)
             size = sum(one.read_bytes for one in plan.launches)
             floor = size / bench.ceiling / 1e3
             print(
-                f"{rows:4} {args.drafts:6} {context:8} {args.experts:7.1f} {spread.median:9.1f} {spread.low:8.1f} "
+                f"{rows:4} {args.drafts:6} {context:8} {distinct:7.1f} {spread.median:9.1f} {spread.low:8.1f} "
                 f"{spread.high:8.1f} {size / 1e9:6.3f} {floor:8.1f} {floor / spread.median:8.1%}",
                 flush=True,
             )
@@ -282,7 +290,7 @@ def _run(argv: list[str] | None) -> int:
                         "drafts": args.drafts,
                         "context": context,
                         "capacity": capacity,
-                        "experts": args.experts,
+                        "experts": distinct,
                         "fp8_activations": args.fp8_activations,
                         "us": spread._asdict(),
                         "bytes": size,

@@ -98,7 +98,7 @@ def _open(ordinal: int) -> tuple[Device, Any]:
     if not 0 <= ordinal < count:
         raise DeviceError(f"GPU {ordinal} does not exist: the driver sees {count}, numbered from 0")
     handle = check(driver.cuDeviceGet(ordinal))
-    name = _text(check(driver.cuDeviceGetName(128, handle))).rstrip("\0")
+    name = _text(check(driver.cuDeviceGetName(128, handle))).partition("\0")[0].strip()
     ids = driver.CUdevice_attribute
 
     def attribute(suffix: str) -> int:

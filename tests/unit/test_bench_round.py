@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuq1.errors import RequestError
-from tools.bench_round import contexts, routing, span
+from tools.bench_round import contexts, routing, span, within_reach
 from tools.plot_round import last_sweep, table
 
 
@@ -23,6 +23,11 @@ def test_routing_has_exactly_the_distinct_experts(rows, distinct):
 def test_impossible_routing_is_refused(rows, distinct):
     with pytest.raises(RequestError, match=f"{distinct} distinct experts"):
         routing(np.random.default_rng(0), rows, 256, 8, distinct)
+
+
+def test_few_rows_choose_as_many_experts_as_they_can():
+    assert [within_reach(37.7, rows, 256, 8) for rows in (1, 4, 5, 8)] == [8.0, 32.0, 37.7, 37.7]
+    assert within_reach(2, 8, 256, 8) == 8.0
 
 
 def test_lists_on_the_command_line():
