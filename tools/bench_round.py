@@ -23,7 +23,7 @@ from cuq1.cuda.memory import Arena, MappedFault
 from cuq1.cuda.weights import weights_plan
 from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import DeviceError, RequestError
-from cuq1.models import q1
+from cuq1.models import decode, q1
 from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
 from tools.bench import ROOT, append_row
@@ -161,7 +161,7 @@ class Bench:
     def round(self, rows: int, drafts: int, context: int, distinct: float, repeats: int) -> tuple[Plan, Spread]:
         self.place(context, rows, drafts, distinct)
         short = context + ROWS <= self.model.short_context
-        plan = q1.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
+        plan = decode.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
         return plan, self.time(plan, repeats, reset=True)
 
     def kernels(self, plan: Plan, repeats: int) -> list[dict[str, float | str]]:

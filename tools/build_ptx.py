@@ -22,7 +22,7 @@ from cuq1.config import load_config
 from cuq1.cuda import compile as jit
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
-from cuq1.models import prefill, q1
+from cuq1.models import decode, prefill, q1
 from cuq1.plan.dims import ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
@@ -49,8 +49,15 @@ def model_kernels(folder: Path, tp: int) -> list[Kernel]:
     found: dict[Kernel, None] = {}
     for capacity in (config.sliding_window, config.max_position_embeddings):
         model = q1.resolve(config, draft, layout, tp=tp, rank=0, capacity=capacity)
-        plans = [q1.round_of(model, rows, drafts) for rows in range(1, ROWS + 1)]
-        plans += [q1.round_of(model, 1, 0), q1.first_of(model, drafts), q1.target_of(model, ROWS), q1.logits_of(model)]
+        plans = [
+            decode.round_of(model, rows, drafts, short=short) for rows in range(1, ROWS + 1) for short in (False, True)
+        ]
+        plans += [
+            decode.round_of(model, 1, 0),
+            decode.first_of(model, drafts),
+            decode.target_of(model, ROWS),
+            decode.logits_of(model),
+        ]
         chunk = prefill.Chunk(0, prefill.CHUNK, 0, prefill.CHUNK if drafts else 0)
         plans.append(prefill.chunk_plan(model, chunk))
         plans.append(prefill.plan_of(model, [prefill.logits_step(model)], prefill.Chunk(0, prefill.SCORED)))

@@ -21,7 +21,7 @@ from cuq1.cuda.driver import open_device
 from cuq1.cuda.execute import Program
 from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
-from cuq1.models import q1
+from cuq1.models import decode, q1
 from cuq1.plan.dims import HEAD_DIM, ROWS
 from cuq1.plan.types import Plan
 from cuq1.reference.ops import F32, linear, rms_norm, route
@@ -90,7 +90,7 @@ class Pair:
         self.runtime.send(state)
         x = self.cpu.weights.embed_tokens[np.asarray(ids)]
         expected: Values = {}
-        plan = q1.target_of(self.model, rows)
+        plan = decode.target_of(self.model, rows)
         for launch in plan.launches:
             Program(Plan(plan.buffers, (launch,)), self.runtime.addresses).issue(self.runtime.stream)
             self.runtime.wait()

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from cuq1.cuda import abi
 from cuq1.cuda.runtime import Runtime
-from cuq1.models import q1
+from cuq1.models import decode
 from cuq1.plan.dims import ROWS
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.filter import Distribution, filtered
@@ -81,7 +81,7 @@ class HostSampler:
                 "settle" if settle else "depth",
                 1,
                 depth,
-                lambda depth=depth, settle=settle: q1.depth_of(model, depth, settle_only=settle),  # type: ignore[misc]
+                lambda depth=depth, settle=settle: decode.depth_of(model, depth, settle_only=settle),  # type: ignore[misc]
             )
             if settle:
                 return

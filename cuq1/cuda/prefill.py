@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from cuq1.cuda.chunks import Chunks
 from cuq1.cuda.memory import Arena
 from cuq1.cuda.runtime import Runtime
-from cuq1.models import q1
+from cuq1.models import decode, q1
 from cuq1.models.prefill import CHUNK, SCORED, Chunk, chunk_steps, logits_step
 
 
@@ -29,7 +29,7 @@ class Prefill:
         known = min(end, len(tokens) - 1)  # a draft row needs the token after it
         self._chunks.issue(self._chunk(tokens, start, end, settle_from, known), self._write(tokens, start, end))
         if end == len(tokens):
-            runtime.run("logits", 1, 0, lambda: q1.logits_of(runtime.model))
+            runtime.run("logits", 1, 0, lambda: decode.logits_of(runtime.model))
         else:
             runtime.wait()
 

@@ -13,7 +13,7 @@ from cuq1.cuda.memory import Arena, Mapped, MappedFault
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
-from cuq1.models import prefill_buffers, q1
+from cuq1.models import decode, prefill_buffers, q1
 from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
 from cuq1.sampling.depth import DepthRule
@@ -175,7 +175,7 @@ class Runtime:
     def first(self, params: DecodeParams, seed: int, done: int, limit: int) -> int:
         """Draws a request's first token from the logits' row 0, and drafts after it."""
         self.send(self.request(params, seed, done, limit))
-        self.run("first", 1, limit, lambda: q1.first_of(self.model, limit))
+        self.run("first", 1, limit, lambda: decode.first_of(self.model, limit))
         return int(self.state.log_tokens[0])
 
     def _short(self, done: int) -> bool:
@@ -186,14 +186,14 @@ class Runtime:
         """The target's forward pass of the state's rows, from position `done` on."""
         short = self._short(done)
         kind = "target, short" if short else "target"
-        self.run(kind, rows, 0, lambda: q1.target_of(self.model, rows, short=short))
+        self.run(kind, rows, 0, lambda: decode.target_of(self.model, rows, short=short))
 
     def round(self, limit: int) -> Round:
         """Verifies the pending token and its drafts, and drafts after what was committed."""
         rows = self.state.drafts + 1
         short = self._short(self.state.done)
         kind = "round, short" if short else "round"
-        self.run(kind, rows, limit, lambda: q1.round_of(self.model, rows, limit, short=short))
+        self.run(kind, rows, limit, lambda: decode.round_of(self.model, rows, limit, short=short))
         state = self.state
         return Round(tuple(state.log_tokens[: state.log_count]), state.log_drafted, state.log_accepted)
 

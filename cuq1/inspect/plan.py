@@ -8,7 +8,7 @@ from cuq1.checkpoint import RankShare
 from cuq1.config import load_config
 from cuq1.errors import ConfigError
 from cuq1.inspect.render import aligned, size_text
-from cuq1.models.q1 import round_plan
+from cuq1.models.decode import round_plan
 from cuq1.plan.cost import FLOOR_DEPTHS
 from cuq1.plan.dims import ROWS
 

@@ -6,7 +6,7 @@ What a caller does for each chunk of a sequence, in order of positions, without 
     2. issues the steps of `chunk_steps`, or the plan that `chunk_plan` makes of them, on one stream.
 Then the caches of all layers hold the chunk's positions (a ring its last `slots`), `prefill.hidden` [rows, hidden]
 FP32 and `prefill.hidden16` FP16 the rows' final hidden states, and row 0 of `hidden` and `hidden16` the last row's, as
-`q1.logits_of` and the draft's first depth read them.
+`decode.logits_of` and the draft's first depth read them.
 
 chunk.settle_from .. settle_to are the positions whose rows the draft's cache takes in: token p + 1 has to be known
 for position p. The one before the chunk may be among them: its hidden state is what row 0 of `hidden` still holds.

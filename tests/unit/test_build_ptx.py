@@ -10,7 +10,7 @@ from cuq1.cuda import compile as jit
 from cuq1.cuda.kernels.bandwidth import fill_random, read_once
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
-from cuq1.models import prefill, q1
+from cuq1.models import decode, prefill, q1
 from tests.paths import NANO, RELEASED
 from tools import build_ptx
 
@@ -25,8 +25,9 @@ def test_whatever_a_round_or_a_prompt_launches_is_compiled_ahead(folder, tp):
         model = q1.resolve(
             config, draft, weights_plan(config, draft, tp, tp - 1), tp=tp, rank=tp - 1, capacity=capacity
         )
-        plans = [q1.round_of(model, rows, drafts) for rows in (1, 2, 5, 8) for drafts in (0, 3, 7)]
-        plans += [q1.first_of(model, 4), q1.depth_of(model, 2), q1.depth_of(model, 0, settle_only=True)]
+        plans = [decode.round_of(model, rows, drafts) for rows in (1, 2, 5, 8) for drafts in (0, 3, 7)]
+        plans += [decode.round_of(model, 8, 3, short=True), decode.target_of(model, 8, short=True)]
+        plans += [decode.first_of(model, 4), decode.depth_of(model, 2), decode.depth_of(model, 0, settle_only=True)]
         plans += [prefill.chunk_plan(model, prefill.Chunk(64, rows)) for rows in (1, 33)]
         assert {jit.digest(kernel, "sm_90a") for plan in plans for kernel in plan.kernels()} <= ahead
 

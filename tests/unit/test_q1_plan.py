@@ -6,7 +6,7 @@ import pytest
 
 from cuq1.config import load_config
 from cuq1.cuda.weights import weights_plan
-from cuq1.models import q1
+from cuq1.models import decode, q1
 from cuq1.plan import cost
 from tests.paths import NANO, RELEASED
 
@@ -18,7 +18,7 @@ def configs():
 
 def test_a_round_reads_what_the_cost_model_counts(configs):
     config, draft = configs
-    plan = q1.round_plan(config, draft, tp=8, rank=0, rows=6, drafts=5, context=1024, distinct=37.7)
+    plan = decode.round_plan(config, draft, tp=8, rank=0, rows=6, drafts=5, context=1024, distinct=37.7)
     expected = cost.target_cost(config, 8, 37.7).total + cost.kv_bytes(config, 8, 1024)
     expected += 5 * cost.draft_depth_bytes(draft, 8, 1024)
     assert plan.read_bytes() == pytest.approx(expected, rel=0.01)
@@ -26,7 +26,7 @@ def test_a_round_reads_what_the_cost_model_counts(configs):
 
 def test_every_layer_has_its_eight_kernels(configs):
     config, draft = configs
-    plan = q1.round_plan(config, draft, tp=8, rank=3, rows=4, drafts=3)
+    plan = decode.round_plan(config, draft, tp=8, rank=3, rows=4, drafts=3)
     counts = Counter((launch.label, launch.layer >= 0) for launch in plan.launches)
     for label in ("qkv", "attention", "combine", "o_proj", "attn_tail", "gate_up", "down", "mlp_tail"):
         assert counts[label, True] == 88
@@ -37,13 +37,13 @@ def test_every_layer_has_its_eight_kernels(configs):
 
 def test_without_drafts_the_draft_only_takes_in_what_was_committed():
     config, draft = load_config(NANO)
-    plan = q1.round_plan(config, draft, tp=1, rank=0, rows=1, drafts=0)
+    plan = decode.round_plan(config, draft, tp=1, rank=0, rows=1, drafts=0)
     assert [launch.label for launch in plan.launches if launch.layer == q1.DRAFT] == ["eh_proj", "entry_norm", "qkv"]
 
 
 def test_a_model_without_a_draft():
     config, _ = load_config(NANO)
-    plan = q1.round_plan(config, None, tp=1, rank=0, rows=1, drafts=0)
+    plan = decode.round_plan(config, None, tp=1, rank=0, rows=1, drafts=0)
     assert all(launch.layer != q1.DRAFT for launch in plan.launches)
 
 
@@ -51,7 +51,7 @@ def test_capacity_changes_buffers_and_nothing_else(configs):
     config, draft = configs
     layout = weights_plan(config, draft, 8, 0)
     small, large = (q1.resolve(config, draft, layout, tp=8, capacity=size) for size in (4096, 65536))
-    plans = [q1.round_of(model, 8, 5) for model in (small, large)]
+    plans = [decode.round_of(model, 8, 5) for model in (small, large)]
     assert plans[0].read_bytes() == plans[1].read_bytes()
     assert [one.kernel for one in plans[0].launches] == [one.kernel for one in plans[1].launches]
     assert plans[0].total_bytes() < plans[1].total_bytes()
@@ -65,6 +65,6 @@ def test_a_rank_adds_its_own_slice_of_the_residual_to_the_router(configs):
     config, draft = configs
     starts = set()
     for rank in range(8):
-        plan = q1.round_plan(config, draft, tp=8, rank=rank, rows=1, drafts=0)
+        plan = decode.round_plan(config, draft, tp=8, rank=rank, rows=1, drafts=0)
         starts |= {one.args["slice_start"] for one in plan.launches if one.label == "o_proj"}
     assert starts == {384 * rank for rank in range(8)}

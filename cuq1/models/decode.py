@@ -1,0 +1,464 @@
+"""IQuest-Q1 as a plan: the launches of one decode round of one rank, over named buffers.
+
+A round verifies `rows` rows (the pending token and its drafts), judges the drafts, and drafts for the next round:
+
+    embed, then for each layer  qkv > attention > combine > o_proj > attn_tail > gate_up > down > mlp_tail,
+    lm_head > top_k > accept, then for each draft depth
+    eh_proj > entry_norm > qkv > ... > mlp_tail > lm_head > top_k > draft_sample.
+
+A layer's residual base is the raw input in layer 0 and the draft ("sandwich" layers), and the normalised input
+elsewhere, which is why embed and mlp_tail say what the next layer wants.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuq1.config import DraftConfig, Q1Config
+from cuq1.cuda import abi
+from cuq1.cuda.kernels import attention, draft, experts, head, projections, rows, sampling
+from cuq1.models.builder import Builder
+from cuq1.models.q1 import DRAFT, Layer, Model, resolve
+from cuq1.plan.dims import HEAD_DIM, ROWS
+from cuq1.plan.types import Plan, Ref
+
+
+def _attention_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, positions: Ref, head_rows: int) -> None:
+    """qkv, attention, combine, o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values."""
+    p, d = layer.prefix, layer.dims
+    caches = {"k_cache": Ref(f"{p}.k_cache", 0), "v_cache": Ref(f"{p}.v_cache", 0)}
+    qkv = {"weights": b.weight(f"{p}.qkv.weights"), "scales": b.maybe(f"{p}.qkv.scales")}
+    splits = attention.splits_for(d, layer.window, b.model.sms)
+    seen = min(b.context, layer.window) if layer.window else b.context
+    kv = seen * d.kv_heads * 2 * HEAD_DIM * 2
+    partial = {name: Ref(name, 0) for name in ("partial_out", "partial_max", "partial_sum")}
+    shared = {"live": live, "q": Ref("q", 0), "positions": positions, **partial}
+    shape = {"window": layer.window, "splits": splits, "scale": b.model.config.softmax_scale}
+    b.add(
+        projections.qkv(d),
+        "qkv",
+        layer.number,
+        {
+            **qkv,
+            **caches,
+            "live": live,
+            "rows": rows_,
+            "normed": Ref("normed", 0),
+            "q_norm": b.weight(f"{p}.q_norm"),
+            "k_norm": b.weight(f"{p}.k_norm"),
+            "positions": positions,
+            "inverse_frequencies": Ref(f"rope.{layer.theta:g}", 0),
+            "q": Ref("q", 0),
+            "slots": layer.slots,
+        },
+        b.size(*qkv.values()),
+        rows_ * (d.q_heads + 2 * d.kv_heads) * HEAD_DIM * 2,
+    )
+    if head_rows == 0:
+        return
+    b.add(
+        attention.attention(d, layer.window, splits, short=b.short),
+        "attention",
+        layer.number,
+        {**shared, **caches, **shape, "rows": head_rows, "slots": layer.slots, "written": rows_},
+        kv,
+        0,
+    )
+    b.add(
+        attention.combine(d, splits),
+        "combine",
+        layer.number,
+        {
+            **shared,
+            **shape,
+            "rows": head_rows,
+            "sink_k": b.weight(f"{p}.sink_k"),
+            "attended32": Ref("attended32", 0),
+            "attended": Ref("attended", 0),
+        },
+        0,
+        head_rows * d.q_width * 6,
+    )
+    moe = layer.dense_groups == 0
+    o = {
+        "weights": b.weight(f"{p}.o.weights"),
+        "scales": b.maybe(f"{p}.o.scales"),
+        "fold": b.weight(f"{p}.fold") if moe else 0,
+    }
+    b.add(
+        projections.o_proj(d, moe=moe),
+        "o_proj",
+        layer.number,
+        {
+            **o,
+            "live": live,
+            "rows": head_rows,
+            "attended": Ref("attended", 0),
+            "attended32": Ref("attended32", 0),
+            "residual": Ref("residual", 0),
+            "out": Ref("o", 0),
+            "router_attended": Ref("router_attended", 0),
+            "router_residual": Ref("router_residual", 0),
+            "slice_start": b.model.rank * d.slice_width,
+        },
+        b.size(*o.values()),
+        head_rows * (d.hidden + 2 * d.experts) * 4,
+    )
+
+
+def _mlp_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, after: Mapping[str, Any], *, forced: bool) -> None:
+    """attn_tail, gate_up, down, mlp_tail; `after` says what the tail prepares for what comes next."""
+    p, d = layer.prefix, layer.dims
+    moe = layer.dense_groups == 0
+    quantised = d.fp8_activations
+    number = layer.number
+    base = {"live": live, "rows": rows_}
+    index = number if number != DRAFT else len(b.model.layers)
+    b.add(
+        rows.attn_tail(d, rows_, moe=moe),
+        "attn_tail",
+        number,
+        {
+            **base,
+            "o": Ref("o", 0),
+            "router_attended": Ref("router_attended", 0) if moe else 0,
+            "router_residual": Ref("router_residual", 0) if moe else 0,
+            "residual": Ref("residual", 0),
+            "attn_out_norm": b.weight(f"{p}.attn_out_norm"),
+            "ffn_norm": b.weight(f"{p}.ffn_norm"),
+            "h": Ref("h", 0),
+            "normed": Ref("ffn_normed", 0),
+            "codes": Ref("codes", 0) if quantised else 0,
+            "code_scale": Ref("code_scale", 0) if quantised else 0,
+            "expert_ids": Ref("expert_ids", 0),
+            "expert_weights": Ref("expert_weights", 0),
+            "inner_max": Ref("inner_max", 0) if quantised else 0,
+            "forced_ids": Ref("forced_ids", index * ROWS * d.top_k * 4) if forced and moe else 0,
+            "ranks": 1,
+            "attn_scale": layer.attn_scale,
+            "normed32": 0,
+        },
+        0,
+        rows_ * d.hidden * 6,
+    )
+    share = layer.dense_groups / (layer.dense_groups or 1) if not moe else min(1.0, _distinct(b, rows_) / d.experts)
+    weights = b.weight(f"{p}.gate_up")
+    down = {"weights": b.weight(f"{p}.down.weights"), "scales": b.maybe(f"{p}.down.scales")}
+    b.add(
+        experts.gate_up(d, sms=b.model.sms),
+        "gate_up",
+        number,
+        {
+            **base,
+            "normed": Ref("ffn_normed", 0),
+            "codes": Ref("codes", 0) if quantised else 0,
+            "code_scale": Ref("code_scale", 0) if quantised else 0,
+            "weights": weights,
+            "expert_ids": Ref("expert_ids", 0),
+            "inner": Ref("inner", 0),
+            "inner_max": Ref("inner_max", 0) if quantised else 0,
+            "dense_groups": layer.dense_groups,
+        },
+        b.size(weights) * share,
+        rows_ * d.top_k * d.inner * 2,
+    )
+    b.add(
+        experts.down(d, scale_k=layer.down_scale_k),
+        "down",
+        number,
+        {
+            **base,
+            **down,
+            "inner": Ref("inner", 0),
+            "inner_max": Ref("inner_max", 0) if quantised else 0,
+            "expert_ids": Ref("expert_ids", 0),
+            "expert_weights": Ref("expert_weights", 0),
+            "out": Ref("y", 0),
+            "dense_groups": layer.dense_groups,
+        },
+        b.size(*down.values()) * share,
+        rows_ * d.hidden * 4,
+    )
+    b.add(
+        rows.mlp_tail(d, rows_),
+        "mlp_tail",
+        number,
+        {
+            **base,
+            "y": Ref("y", 0),
+            "h": Ref("h", 0),
+            "ffn_out_norm": b.weight(f"{p}.ffn_out_norm") if layer.sandwich else 0,
+            "ranks": 1,
+            "ffn_scale": layer.ffn_scale,
+            **after,
+        },
+        0,
+        rows_ * d.hidden * 6,
+    )
+
+
+def _distinct(b: Builder, rows_: int) -> float:
+    """Distinct experts that `rows_` rows read: the figure that the plan was asked for, within what is possible."""
+    low, high = b.model.dims.top_k, min(b.model.dims.experts, rows_ * b.model.dims.top_k)
+    return max(low, min(high, b.distinct))
+
+
+def _head(b: Builder, name: str, normed: str, rows_: int, live: Ref | int, layer: int) -> None:
+    d = b.model.dims
+    weights = b.weight(name)
+    b.add(
+        head.lm_head(d),
+        "lm_head",
+        layer,
+        {
+            "live": live,
+            "rows": rows_,
+            "normed": Ref(normed, 0),
+            "weights": weights,
+            "logits": Ref("logits", 0),
+            "scale": b.model.config.logit_scale,
+        },
+        b.size(weights),
+        rows_ * d.vocab * 4,
+    )
+
+
+def _top_k(b: Builder, rows_: int, live: Ref | int, layer: int) -> None:
+    d = b.model.dims
+    b.add(
+        head.top_k(d),
+        "top_k",
+        layer,
+        {
+            "live": live,
+            "rows": rows_,
+            "logits": Ref("logits", 0),
+            "values": Ref("top_values", 0),
+            "ids": Ref("top_ids", 0),
+            "first_id": b.model.rank * d.vocab,
+        },
+        rows_ * d.vocab * 4,
+        0,
+    )
+
+
+def _state(name: str, index: int = 0) -> Ref:
+    """A field of the request's state; index counts 4-byte elements."""
+    return Ref("state", getattr(abi.State, name).offset + 4 * index)
+
+
+def _target(b: Builder, rows_: int, *, forced: bool) -> None:
+    """The target's forward pass of rows_ rows: hidden states, and their logits."""
+    model = b.model
+    first = model.layers[0]
+    table = b.weight("embed")
+    b.add(
+        rows.embed(model.dims, rows_),
+        "embed",
+        0,
+        {
+            "rows": rows_,
+            "tokens": _state("tokens"),
+            "table": table,
+            "norm": b.weight(f"{first.prefix}.attention_norm"),
+            "residual": Ref("residual", 0),
+            "normed": Ref("normed", 0),
+            "normed_residual": int(not first.sandwich),
+        },
+        rows_ * model.dims.hidden * 2,
+        rows_ * model.dims.hidden * 6,
+    )
+    for i, layer in enumerate(model.layers):
+        _attention_part(b, layer, rows_, 0, _state("positions"), rows_)
+        if i + 1 < len(model.layers):
+            following = model.layers[i + 1]
+            after = {
+                "next_norm": b.weight(f"{following.prefix}.attention_norm"),
+                "residual": Ref("residual", 0),
+                "normed": Ref("normed", 0),
+                "normed_residual": int(not following.sandwich),
+            }
+        else:
+            after = {
+                "next_norm": b.weight("norm"),
+                "residual": Ref("hidden", 0),
+                "normed": Ref("hidden16", 0),
+                "normed_residual": 1,
+            }
+        _mlp_part(b, layer, rows_, 0, after, forced=forced)
+    _head(b, "lm_head", "hidden16", rows_, 0, len(model.layers))
+
+
+def _accept(b: Builder, rows_: int, *, first: bool) -> None:
+    b.add(
+        sampling.accept(b.model.dims),
+        "accept",
+        len(b.model.layers),
+        {
+            "rows": rows_,
+            "state": Ref("state", 0),
+            "values": Ref("top_values", 0),
+            "ids": Ref("top_ids", 0),
+            "pieces": head.PIECES,
+            "first": int(first),
+        },
+        0,
+        0,
+    )
+
+
+def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_only: bool = False) -> None:
+    """One draft depth. Depth 0 has a row for each newly committed position, of which only the newest goes on."""
+    model = b.model
+    layer = model.draft
+    assert layer is not None
+    rows_ = ROWS if depth == 0 else 1
+    live = _state("depth_rows", depth)
+    eh = b.weight("draft.eh_proj")
+    base = {"live": live, "rows": rows_}
+    b.add(
+        draft.eh_proj(model.dims),
+        "eh_proj",
+        DRAFT,
+        {
+            **base,
+            "tokens": _state("draft_tokens"),
+            "hidden_rows": _state("draft_hidden"),
+            "table": b.weight("draft.embed"),
+            "hidden": Ref("hidden", 0),
+            "draft_hidden": Ref("draft_hidden", 0),
+            "enorm": b.weight("draft.enorm"),
+            "hnorm": b.weight("draft.hnorm"),
+            "weights": eh,
+            "out": Ref("eh_pieces", 0),
+            "first_row": model.rank * model.dims.eh_rows,
+        },
+        b.size(eh),
+        rows_ * model.dims.eh_rows * 4,
+    )
+    b.add(
+        rows.entry_norm(model.dims, rows_),
+        "entry_norm",
+        DRAFT,
+        {
+            **base,
+            "pieces": Ref("eh_pieces", 0),
+            "norm": b.weight("draft.attention_norm"),
+            "residual": Ref("residual", 0),
+            "normed": Ref("normed", 0),
+        },
+        0,
+        rows_ * model.dims.hidden * 6,
+    )
+    _attention_part(b, layer, rows_, live, _state("draft_positions"), 0 if settle_only else 1)
+    if settle_only:
+        return
+    after = {
+        "next_norm": b.weight("draft.final_norm"),
+        "residual": Ref("draft_hidden", 0),
+        "normed": Ref("draft_hidden16", 0),
+        "normed_residual": 1,
+    }
+    _mlp_part(b, layer, 1, live, after, forced=forced)
+    _head(b, "draft.lm_head", "draft_hidden16", 1, live, DRAFT)
+    if sample:
+        _top_k(b, 1, live, DRAFT)
+        b.add(
+            sampling.draft_sample(model.dims),
+            "draft_sample",
+            DRAFT,
+            {
+                "live": live,
+                "rows": 1,
+                "state": Ref("state", 0),
+                "values": Ref("top_values", 0),
+                "ids": Ref("top_ids", 0),
+                "pieces": head.PIECES,
+                "depth": depth,
+            },
+            0,
+            0,
+        )
+
+
+def _drafting(b: Builder, drafts: int, *, forced: bool) -> None:
+    """Depths 0 .. drafts - 1; without drafts, the draft's cache still takes in what was committed."""
+    if b.model.draft is None:
+        return
+    for depth in range(drafts):
+        _draft_depth(b, depth, sample=True, forced=forced)
+    if drafts == 0:
+        _draft_depth(b, 0, sample=False, forced=forced, settle_only=True)
+
+
+def round_of(
+    model: Model,
+    rows_: int,
+    drafts: int,
+    *,
+    context: int = 1024,
+    distinct: float = 8.0,
+    forced: bool = False,
+    short: bool = False,
+) -> Plan:
+    """A whole round: `rows_` rows are verified and judged, then up to `drafts` drafts are made.
+
+    context and distinct count the bytes only. forced: routing is read from the buffer `forced_ids`. short: no row's
+    position reaches `model.short_context`.
+    """
+    b = Builder(model, distinct, context, short=short)
+    _target(b, rows_, forced=forced)
+    _top_k(b, rows_, 0, len(model.layers))
+    _accept(b, rows_, first=False)
+    _drafting(b, drafts, forced=forced)
+    return b.plan()
+
+
+def first_of(model: Model, drafts: int) -> Plan:
+    """A request's first token from the logits' row 0, and the drafts after it."""
+    b = Builder(model, model.dims.top_k, 0)
+    _top_k(b, 1, 0, len(model.layers))
+    _accept(b, 1, first=True)
+    _drafting(b, drafts, forced=False)
+    return b.plan()
+
+
+def target_of(model: Model, rows_: int, *, short: bool = False) -> Plan:
+    """The target's forward pass alone: logits of rows_ rows, for sampling on the host. short: as in `round_of`."""
+    b = Builder(model, model.dims.top_k, 0, short=short)
+    _target(b, rows_, forced=False)
+    return b.plan()
+
+
+def depth_of(model: Model, depth: int, *, settle_only: bool = False) -> Plan:
+    """One draft depth up to its logits (row 0), for sampling on the host."""
+    b = Builder(model, model.dims.top_k, 0)
+    _draft_depth(b, depth, sample=False, forced=False, settle_only=settle_only)
+    return b.plan()
+
+
+def logits_of(model: Model) -> Plan:
+    """Logits' row 0 from row 0 of the target's hidden states, after a prefill."""
+    b = Builder(model, model.dims.top_k, 0)
+    _head(b, "lm_head", "hidden16", 1, 0, len(model.layers))
+    return b.plan()
+
+
+def round_plan(
+    config: Q1Config,
+    draft_config: DraftConfig | None,
+    *,
+    tp: int,
+    rank: int,
+    rows: int = ROWS,
+    drafts: int = 5,
+    context: int = 1024,
+    distinct: float = 37.7,
+) -> Plan:
+    """The plan of one round of one rank from configs alone, as it is printed."""
+    from cuq1.cuda.weights import weights_plan  # noqa: PLC0415
+
+    layout = weights_plan(config, draft_config, tp, rank)
+    model = resolve(config, draft_config, layout, tp=tp, rank=rank, capacity=context)
+    short = context + ROWS <= model.short_context
+    most = drafts if draft_config is not None else 0
+    return round_of(model, rows, most, context=context, distinct=distinct, short=short)
