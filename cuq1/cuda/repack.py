@@ -110,7 +110,7 @@ def block_scales(linears: Sequence[Linear], row_step: int, col_step: int) -> F32
     """
     rows = _blocks(linears, [linear.row0 for linear in linears], linears[0].shape[0], row_step)
     cols = _blocks(linears, [linear.col0 for linear in linears], linears[0].shape[1], col_step)
-    grids: NDArray[Any] = np.stack([linear.scale_inv for linear in linears])  # type: ignore[misc]
+    grids = np.stack([np.asarray(linear.scale_inv) for linear in linears])
     number = np.arange(len(linears))[:, None, None]
     return np.ascontiguousarray(grids[number, rows[:, :, None], cols[:, None, :]], np.float32)
 

@@ -3,10 +3,15 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from cuq1.generate import main
 from tests.paths import NANO
 from tools.make_checkpoint import tiny_config, write_checkpoint
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("cuq1", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("cuq1")
 
 
 @pytest.fixture(scope="session")
