@@ -8,6 +8,19 @@ from cuq1.checkpoint.shares import leaves
 
 TINY_NORM = "model.layers.1.attention_norm.weight"
 
+# At eight ranks: expert and dense shares of 192 rows, 1.5 scale blocks; 20 vocabulary rows; one KV head for four ranks.
+SIZES = {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "rotary_dim": 32,
+    "intermediate_size": 1536,
+    "dense_intermediate_size": 1536,
+    "num_experts": 4,
+    "vocab_size": 160,
+    "num_hidden_layers": 2,
+    "num_hybrid_layers_block": 0,
+}
+
 
 def split(path):
     """(header, data): the JSON object and the bytes behind it."""

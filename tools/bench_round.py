@@ -24,7 +24,7 @@ from cuq1.cuda.weights import weights_plan
 from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import decode, q1
-from cuq1.plan.dims import ROWS
+from cuq1.plan.dims import DRAFT, ROWS
 from cuq1.plan.types import Plan
 from tools.bench import ROOT, append_row
 from tools.gpu import Spread, read_ceiling, spread_us
@@ -90,9 +90,8 @@ class Bench:
         random_weights(layout, base, self.stream, seed)
         self.addresses = dict(self.arena.addresses) | {"fault": self.fault.address}
         self.addresses |= {name: base + tensor.offset for name, tensor in layout.tensors.items()}
-        for layer in (*self.model.layers, *((self.model.draft,) if self.model.draft else ())):
-            pairs = self.model.dims.rotary // 2
-            self.write(f"rope.{layer.theta:g}", layer.theta ** (-np.arange(pairs, dtype=np.float64) / pairs))
+        for name, table in self.model.inverse_frequencies.items():
+            self.write(name, table)
         self._fill_caches()
 
     def write(self, name: str, values: NDArray[np.generic]) -> None:
@@ -169,12 +168,12 @@ class Bench:
         found: list[dict[str, float | str]] = []
         groups: dict[str, list[str]] = {}
         for launch in plan.launches:
-            part = "draft" if launch.layer == q1.DRAFT else "target"
+            part = "draft" if launch.layer == DRAFT else "target"
             groups.setdefault(f"{part} {launch.label}", [launch.label])
         groups["target gate_up + down"] = ["gate_up", "down"]
         for name, labels in groups.items():
             drafting = name.startswith("draft")
-            chosen = tuple(one for one in plan.launches if one.label in labels and (one.layer == q1.DRAFT) == drafting)
+            chosen = tuple(one for one in plan.launches if one.label in labels and (one.layer == DRAFT) == drafting)
             spread = self.time(Plan(plan.buffers, chosen), repeats, reset=False)
             size = sum(one.read_bytes for one in chosen)
             found.append(
@@ -192,11 +191,9 @@ class Bench:
     def marginal(self, plan: Plan, whole: Spread, repeats: int) -> list[dict[str, float | str]]:
         """What the round gains where all launches of one kernel are left out, which counts what overlaps."""
         found: list[dict[str, float | str]] = []
-        for name in dict.fromkeys(
-            ("draft " if one.layer == q1.DRAFT else "target ") + one.label for one in plan.launches
-        ):
+        for name in dict.fromkeys(("draft " if one.layer == DRAFT else "target ") + one.label for one in plan.launches):
             kept = tuple(
-                one for one in plan.launches if ("draft " if one.layer == q1.DRAFT else "target ") + one.label != name
+                one for one in plan.launches if ("draft " if one.layer == DRAFT else "target ") + one.label != name
             )
             count = len(plan.launches) - len(kept)
             gained = whole.median - self.time(Plan(plan.buffers, kept), repeats, reset=True).median

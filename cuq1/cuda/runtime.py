@@ -53,10 +53,8 @@ class Runtime:
         try:
             self._arena.clear()  # caches: a masked slot's value has to be finite
             load_weights(weights, base, self.stream, progress)
-            for layer in (*model.layers, *((model.draft,) if model.draft else ())):
-                pairs = model.dims.rotary // 2
-                table = layer.theta ** (-np.arange(pairs, dtype=np.float64) / max(pairs, 1))
-                self.write(f"rope.{layer.theta:g}", table)
+            for name, table in model.inverse_frequencies.items():
+                self.write(name, table)
         except BaseException:
             self.close()
             raise

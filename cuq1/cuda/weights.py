@@ -20,10 +20,9 @@ from cuq1.checkpoint.linear import BLOCK
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda.repack import TILE, unit_bytes
 from cuq1.errors import ConfigError
-from cuq1.plan.dims import HEAD_DIM, ROWS, Dims, dims_of
+from cuq1.plan.dims import DRAFT, HEAD_DIM, ROWS, Dims, dims_of
 
 ALIGNMENT = 256
-DRAFT = -1  # the draft layer's number
 CHUNK = 512
 MOST_DENSE_INNER = 256
 

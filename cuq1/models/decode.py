@@ -17,8 +17,8 @@ from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, experts, head, projections, rows, sampling
 from cuq1.models.builder import Builder
-from cuq1.models.q1 import DRAFT, Layer, Model, resolve
-from cuq1.plan.dims import HEAD_DIM, ROWS
+from cuq1.models.q1 import Layer, Model, resolve
+from cuq1.plan.dims import DRAFT, HEAD_DIM, ROWS
 from cuq1.plan.types import Plan, Ref
 
 

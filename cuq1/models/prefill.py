@@ -28,8 +28,8 @@ from math import prod
 from cuq1.cuda.kernels import prefill, rows
 from cuq1.cuda.kernels.prefill import CHUNK
 from cuq1.models.prefill_buffers import SCORED, staged_slots, thetas, working_buffers
-from cuq1.models.q1 import DRAFT, ITEM, Layer, Model
-from cuq1.plan.dims import KV_TILE, Dims
+from cuq1.models.q1 import ITEM, Layer, Model, buffer_of
+from cuq1.plan.dims import DRAFT, KV_TILE, Dims
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Buffer, Launch, Plan, Ref, Value
 
@@ -157,7 +157,7 @@ def _whole(value: Value) -> int:
 
 def _weight_buffer(model: Model, name: str) -> Buffer:
     tensor = model.weights.tensors[name]
-    return Buffer(name, tensor.shape, tensor.dtype, prod(tensor.shape) * ITEM[tensor.dtype])
+    return buffer_of(name, tensor.shape, tensor.dtype)
 
 
 def _plain(dims: Dims) -> Dims:

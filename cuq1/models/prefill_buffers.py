@@ -1,10 +1,8 @@
 """The buffers of prompt processing, besides weights, caches, `rope.*`, `hidden` and `hidden16`."""
 
-from math import prod
-
 from cuq1.cuda.kernels import prefill
 from cuq1.cuda.kernels.prefill import CHUNK
-from cuq1.models.q1 import ITEM, Layer, Model
+from cuq1.models.q1 import Layer, Model, buffer_of
 from cuq1.plan.dims import HEAD_DIM, KV_TILE
 from cuq1.plan.types import Buffer
 
@@ -61,7 +59,7 @@ def working_buffers(model: Model, *, draft: bool = True) -> list[Buffer]:
 
 
 def _buffer(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
-    return Buffer(f"prefill.{name}", shape, dtype, prod(shape) * ITEM[dtype])
+    return buffer_of(f"prefill.{name}", shape, dtype)
 
 
 def _choices(layer: Layer) -> int:
@@ -75,7 +73,7 @@ def _experts(layer: Layer) -> int:
 
 def thetas(model: Model) -> list[float]:
     """The RoPE bases of all layers."""
-    return sorted({layer.theta for layer in (*model.layers, *((model.draft,) if model.draft else ()))})
+    return sorted({layer.theta for layer in model.all_layers})
 
 
 def staged_slots(model: Model) -> int:

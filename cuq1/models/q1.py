@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head
-from cuq1.plan.dims import HEAD_DIM, KV_TILE, MAX_TOP_K, ROWS, Dims, dims_of
+from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
 from cuq1.plan.types import Buffer
 
-DRAFT = -1  # the draft's layer number in launches and reports
 SLACK = ROWS  # positions beyond the context that the last rounds' drafts may write
 ITEM = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "float64": 8, "uint16": 2}
 
@@ -105,10 +107,22 @@ class Model:
     fp8_activations: bool = False
 
     @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The target's, and the draft's where there is one."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+    @property
+    def inverse_frequencies(self) -> dict[str, NDArray[np.float64]]:
+        """RoPE's theta ** (-2i / rotary) [rotary / 2] of every base, by the name of its buffer."""
+        pairs = self.dims.rotary // 2
+        exponents = -np.arange(pairs, dtype=np.float64) / max(pairs, 1)
+        return {f"rope.{layer.theta:g}": layer.theta**exponents for layer in self.all_layers}
+
+    @property
     def splits(self) -> dict[str, int]:
         """Splits of the sequence by layer kind; partial results are sized for the largest."""
         found = {}
-        for layer in (*self.layers, *((self.draft,) if self.draft else ())):
+        for layer in self.all_layers:
             found[f"{layer.window}"] = attention.splits_for(layer.dims, layer.window, self.sms)
         return found
 
@@ -126,7 +140,7 @@ def resolve(
     tp: int = 1,
     rank: int = 0,
     capacity: int | None = None,
-    sms: int = 132,
+    sms: int = MULTIPROCESSORS,
     fp8_activations: bool = False,
 ) -> Model:
     """The model of one rank; capacity defaults to the whole context."""
@@ -176,7 +190,7 @@ def buffer_of(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
 def cache_buffers(model: Model) -> list[Buffer]:
     """Keys and values of every layer, zeroed before first use: a masked slot's value must be finite."""
     found = []
-    for layer in (*model.layers, *((model.draft,) if model.draft else ())):
+    for layer in model.all_layers:
         shape = (layer.dims.kv_heads, layer.slots, HEAD_DIM)
         found += [buffer_of(f"{layer.prefix}.{kind}_cache", shape, "float16") for kind in "kv"]
     return found
@@ -185,7 +199,7 @@ def cache_buffers(model: Model) -> list[Buffer]:
 def working_buffers(model: Model) -> list[Buffer]:
     """Everything that a round reads or writes besides weights: caches, activations, the request's state."""
     d = model.dims
-    layers = (*model.layers, *((model.draft,) if model.draft else ()))
+    layers = model.all_layers
     splits = max(model.splits.values())
     groups = max(ROWS * d.top_k, 64)
     inner = max(layer.dims.inner for layer in layers)

@@ -8,6 +8,8 @@ ROWS = 8  # rows of a verification pass
 HEAD_DIM = 128
 KV_TILE = 64
 MAX_TOP_K = 32
+MULTIPROCESSORS = 132  # of an H100 SXM or H200: what a plan is made for where no GPU says otherwise
+DRAFT = -1  # the draft's layer number
 
 
 @dataclass(frozen=True)

@@ -16,23 +16,11 @@ from cuq1.cuda.weights_device import DeviceArena, load_weights, random_weights
 from cuq1.cuda.weights_host import HostArena
 from cuq1.errors import CheckpointError
 from cuq1.plan import cost
-from tests.checkpoint_files import edit
+from tests.checkpoint_files import SIZES, edit
 from tests.paths import NANO, RELEASED
 from tools.make_checkpoint import Layout, tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.gpu
-
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "rotary_dim": 32,
-    "intermediate_size": 1536,
-    "dense_intermediate_size": 1536,
-    "num_experts": 4,
-    "vocab_size": 160,
-    "num_hidden_layers": 2,
-    "num_hybrid_layers_block": 0,
-}
 
 
 def bytes_of(gpu, address, size):

@@ -16,25 +16,13 @@ from cuq1.cuda.weights_host import HostArena
 from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, fills
 from cuq1.errors import CheckpointError, ConfigError
 from cuq1.plan import cost
-from tests.checkpoint_files import edit
+from tests.checkpoint_files import SIZES, edit
 from tests.fixtures.unpack import gate_up_of, matrix_of
 from tests.paths import NANO, RELEASED
 from tools.make_checkpoint import Layout, tiny_config, write_checkpoint
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# At eight ranks: expert and dense shares of 192 rows, 1.5 scale blocks; 20 vocabulary rows; one KV head for four ranks.
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "rotary_dim": 32,
-    "intermediate_size": 1536,
-    "dense_intermediate_size": 1536,
-    "num_experts": 4,
-    "vocab_size": 160,
-    "num_hidden_layers": 2,
-    "num_hybrid_layers_block": 0,
-}
 NAMES = ("gate", "up", "down")
 LAYOUTS = {"FP8": Layout(pow2_scales=False), "fused FP8": Layout(fused_experts=True), "BF16": Layout(fp8=False)}
 

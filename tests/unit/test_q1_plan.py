@@ -8,6 +8,7 @@ from cuq1.config import load_config
 from cuq1.cuda.weights import weights_plan
 from cuq1.models import decode, q1
 from cuq1.plan import cost
+from cuq1.plan.dims import DRAFT
 from tests.paths import NANO, RELEASED
 
 
@@ -38,13 +39,13 @@ def test_every_layer_has_its_eight_kernels(configs):
 def test_without_drafts_the_draft_only_takes_in_what_was_committed():
     config, draft = load_config(NANO)
     plan = decode.round_plan(config, draft, tp=1, rank=0, rows=1, drafts=0)
-    assert [launch.label for launch in plan.launches if launch.layer == q1.DRAFT] == ["eh_proj", "entry_norm", "qkv"]
+    assert [launch.label for launch in plan.launches if launch.layer == DRAFT] == ["eh_proj", "entry_norm", "qkv"]
 
 
 def test_a_model_without_a_draft():
     config, _ = load_config(NANO)
     plan = decode.round_plan(config, None, tp=1, rank=0, rows=1, drafts=0)
-    assert all(launch.layer != q1.DRAFT for launch in plan.launches)
+    assert all(launch.layer != DRAFT for launch in plan.launches)
 
 
 def test_capacity_changes_buffers_and_nothing_else(configs):

@@ -2,10 +2,9 @@
 
 from cuq1.cuda.abi import AttentionArgs, CombineArgs
 from cuq1.cuda.kernels.defines import common
-from cuq1.plan.dims import HEAD_DIM, KV_TILE, ROWS, Dims
+from cuq1.plan.dims import HEAD_DIM, KV_TILE, MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
-MULTIPROCESSORS = 132  # of an H100 SXM or H200
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
 

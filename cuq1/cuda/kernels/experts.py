@@ -5,10 +5,8 @@ from math import gcd
 from cuq1.cuda.abi import DownArgs, GateUpArgs
 from cuq1.cuda.kernels.defines import common
 from cuq1.cuda.repack import TILE, unit_bytes
-from cuq1.plan.dims import ROWS, Dims
+from cuq1.plan.dims import MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
-
-SMS = 132  # multiprocessors of an H100 or H200
 
 _WARPS = 8  # of a block that multiply
 _CHUNK = 512
@@ -16,7 +14,7 @@ _STAGES = 8  # of gate_up: 130 KB in flight a block at the released sizes
 _DOWN_STAGES = 96 << 10  # bytes of down's stages, at most
 
 
-def gate_up(dims: Dims, *, sms: int = SMS, stages: int | None = None) -> Kernel:
+def gate_up(dims: Dims, *, sms: int = MULTIPROCESSORS, stages: int | None = None) -> Kernel:
     """INNER_SCALE * silu(gate) * up of the chosen experts; twin: tests/kernels/twins/experts.py, `gate_up`.
 
     sms: multiprocessors, each of which takes one block. stages: copies in flight a block, of a part of a unit each.
@@ -78,7 +76,7 @@ def _tile_bytes(dims: Dims) -> int:
 def _down_shape(dims: Dims) -> tuple[int, int]:
     """Tiles of a block and groups in flight a warp, as many as fit; two tiles only where blocks are plenty."""
     one = _WARPS * _tile_bytes(dims)
-    plenty = dims.hidden // TILE // 2 >= SMS // 2
+    plenty = dims.hidden // TILE // 2 >= MULTIPROCESSORS // 2
     shapes = ((2, 2), (1, 2), (1, 1)) if plenty else ((1, 2), (1, 1))
     return next((shape for shape in shapes if shape[0] * shape[1] * one <= _DOWN_STAGES), shapes[-1])
 

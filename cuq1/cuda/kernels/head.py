@@ -2,10 +2,9 @@
 
 from cuq1.cuda.abi import LmHeadArgs, TopKArgs
 from cuq1.cuda.kernels.defines import common
-from cuq1.plan.dims import ROWS, Dims
+from cuq1.plan.dims import MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
-MULTIPROCESSORS = 132  # of an H100 SXM or H200
 PIECES = 1  # candidate lists that `top_k` writes for a row
 
 _RING = 192 << 10  # bytes of weights in flight in a block, at most
