@@ -15,6 +15,10 @@ constexpr int MAX_TOP_K = 32;       // candidates that are kept on the device; a
 constexpr int FEATURE_TOP_K = 20;   // what the stop rule sees of a greedy request's draft
 constexpr int FEATURES = 6;
 
+constexpr int MAX_STOPS = 32;       // stop tokens that the device looks for; where there are more, the host does
+constexpr int LOG_RECORDS = 256;    // records of the result log; a power of two
+constexpr int GRAPHS = 32;          // handles of a request's graphs: see Loop
+
 enum FaultKind { FAULT_NONE = 0, FAULT_NOT_FINITE = 1, FAULT_COPY = 2, FAULT_TOKEN = 3 };
 
 enum KernelId {
@@ -33,7 +37,19 @@ enum KernelId {
     KERNEL_DRAFT_SAMPLE = 13,
     KERNEL_EH_PROJ = 14,
     KERNEL_ENTRY_NORM = 15,
-    KERNEL_PREFILL = 16
+    KERNEL_PREFILL = 16,
+    KERNEL_CONTROL = 17
+};
+
+// Why a chain of graphs ended. PAUSED: the log is full, or the reader too far behind; the host launches again.
+enum EndReason {
+    END_NONE = 0,
+    END_STOP = 1,
+    END_LENGTH = 2,
+    END_CANCELLED = 3,
+    END_FAULT = 4,
+    END_PAUSED = 5,
+    END_LAUNCH = 6
 };
 
 // In host memory that the device writes. what: FaultKind, or -1 while it is being written.
@@ -275,6 +291,68 @@ struct State {
     int log_drafted;
     int log_accepted;
     int log_rounds;          // counts rounds, so that a reader knows a record from the one before it
+    uint64_t log_verified;   // %globaltimer when the round's drafts had been judged, nanoseconds
+};
+
+// A round, as it is logged: 32 words.
+struct Record {
+    int index;               // of the request's rounds, from 0, which is the first token's
+    int rows;                // that were verified; 0 for the first token
+    int drafted;
+    int accepted;
+    int count;               // committed tokens: up to the budget's end, or the first stop token
+    int reason;              // EndReason
+    int next_rows;           // of the next round: the drafts that were made, and the pending token
+    int depths;              // bit d: draft depth d was computed
+    int done;                // positions that the target's caches hold; the pending token's position
+    int status;              // of a launch that the driver refused
+    int tokens[ROWS];
+    int reserved[6];
+    uint64_t launched;       // %globaltimer, nanoseconds: when the previous control ended, 0 where there is none;
+    uint64_t verified;       // when the drafts had been judged;
+    uint64_t drafted_first;  // when the depths of the verification's own graph were done;
+    uint64_t ended;          // when the last control had decided
+};
+
+// What the control kernels keep between rounds, in device memory. The host writes all of it before a request.
+struct Loop {
+    uint64_t graphs[GRAPHS]; // cudaGraphExec_t: [rows] a round in a long context, [ROWS + 1 + rows] in a short one,
+                             // [2 ROWS + 2 + d] draft depth d
+    int stops[MAX_STOPS];    // -1 beyond the last
+    int short_context;       // positions below which all rows of a round must lie in a short one
+    int budget;              // tokens that may still be committed
+    int room;                // positions that a round may reach beyond what the reader has taken
+    uint32_t written;        // records so far
+    int index;               // rounds of this request so far
+    int reserved;
+    uint64_t launched;
+    uint64_t drafted_first;
+    int ran[ROWS];           // [n]: executions of the control kernel after n drafts
+};
+
+// What host and control kernels tell each other, in host memory. A word of the log stands beside its record's number
+// (from 1), in one store of eight bytes: a reader that finds the number in all words has the record, and nobody has
+// to wait for a fence.
+struct Mirror {
+    int cancel;              // by the host: end after this round
+    int taken;               // by the host: length of the sequence that a reader has taken
+    uint32_t read;           // by the host: records
+    int reserved[13];
+    uint64_t log[LOG_RECORDS][GRAPHS];
+};
+
+// Decides after a draft depth, or ends the round.
+struct ControlArgs {
+    Fault* fault;
+    const int* live;         // null
+    int layer;
+    int rows;                // that the round verified; 0 for the first token's
+    State* state;
+    Loop* loop;
+    Record* log;             // [LOG_RECORDS]
+    Mirror* mirror;
+    int made;                // drafts that may have been made when this kernel runs
+    int first;               // 1: it ends a verification's graph, 0: a depth's
 };
 
 // Judges the drafts against the target's candidates, and prepares the draft's depth 0.

@@ -13,6 +13,7 @@
 // Doubles are used for at most 32 candidates a row. Random numbers, and all that the stop rule takes from earlier
 // drafts, are computed while the predecessor runs.
 #include "abi.cuh"
+#include "common/clock.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 #include "common/sampling.cuh"
@@ -168,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         state.log_drafted = drafted;
         state.log_accepted = accepted;
         state.log_rounds = log_rounds + 1;
+        state.log_verified = clock_ns();
     }
 }
 

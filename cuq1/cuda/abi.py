@@ -10,6 +10,11 @@ MIN_AUTO_DRAFTS = 3
 MAX_TOP_K = 32
 FEATURES = 6
 ROWS = 8
+MAX_STOPS = 32
+LOG_RECORDS = 256
+GRAPHS = 32
+
+END_NONE, END_STOP, END_LENGTH, END_CANCELLED, END_FAULT, END_PAUSED, END_LAUNCH = range(7)
 
 FAULTS = {1: "a value that is not finite", 2: "a copy that did not arrive", 3: "a token outside the vocabulary"}
 KERNELS = {
@@ -29,6 +34,7 @@ KERNELS = {
     14: "eh_proj",
     15: "entry_norm",
     16: "prefill",
+    17: "control",
 }
 
 Pointer = c_uint64
@@ -282,6 +288,69 @@ class State(Structure):
         ("log_drafted", c_int32),
         ("log_accepted", c_int32),
         ("log_rounds", c_int32),
+        ("log_verified", c_uint64),
+    )
+
+
+class Record(Structure):
+    _fields_ = (
+        ("index", c_int32),
+        ("rows", c_int32),
+        ("drafted", c_int32),
+        ("accepted", c_int32),
+        ("count", c_int32),
+        ("reason", c_int32),
+        ("next_rows", c_int32),
+        ("depths", c_int32),
+        ("done", c_int32),
+        ("status", c_int32),
+        ("tokens", c_int32 * ROWS),
+        ("reserved", c_int32 * 6),
+        ("launched", c_uint64),
+        ("verified", c_uint64),
+        ("drafted_first", c_uint64),
+        ("ended", c_uint64),
+    )
+
+
+class Loop(Structure):
+    _fields_ = (
+        ("graphs", c_uint64 * GRAPHS),
+        ("stops", c_int32 * MAX_STOPS),
+        ("short_context", c_int32),
+        ("budget", c_int32),
+        ("room", c_int32),
+        ("written", c_uint32),
+        ("index", c_int32),
+        ("reserved", c_int32),
+        ("launched", c_uint64),
+        ("drafted_first", c_uint64),
+        ("ran", c_int32 * ROWS),
+    )
+
+
+class Mirror(Structure):
+    _fields_ = (
+        ("cancel", c_int32),
+        ("taken", c_int32),
+        ("read", c_uint32),
+        ("reserved", c_int32 * 13),
+        ("log", (c_uint64 * GRAPHS) * LOG_RECORDS),
+    )
+
+
+class ControlArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("state", Pointer),
+        ("loop", Pointer),
+        ("log", Pointer),
+        ("mirror", Pointer),
+        ("made", c_int32),
+        ("first", c_int32),
     )
 
 

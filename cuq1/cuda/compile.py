@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuq1.cuda import link
 from cuq1.cuda.driver import check, require
 from cuq1.errors import DeviceError
 from cuq1.plan.kernel import Kernel
@@ -87,7 +88,8 @@ def compile_kernel(kernel: Kernel, arch: str = "sm_90a", patch: tuple[str, str] 
             f"{kernel.source} is not among the compiled kernels in {folder('ptx')} for these sizes and {arch}, and "
             "CUQ1_NO_JIT=1 forbids to compile it: unset it, or run tools/build_ptx.py for this model"
         )
-    key = hashlib.sha256(f"{source} {nvrtc_version()}".encode()).hexdigest()
+    linker = link.version() if kernel.device_runtime else ""
+    key = hashlib.sha256(f"{source} {nvrtc_version()}{linker}".encode()).hexdigest()
     cache_folder = cache_dir()
     found = _cached(cache_folder, key)
     if found is None:
@@ -191,7 +193,8 @@ def _headers(root: Path, name: str, text: str) -> dict[str, str]:
 
 
 def _options(kernel: Kernel, arch: str) -> list[str]:
-    return [*FLAGS, f"--gpu-architecture={arch}", *(f"--define-macro={name}={value}" for name, value in kernel.defines)]
+    flags = (*FLAGS, "--relocatable-device-code=true") if kernel.device_runtime else FLAGS
+    return [*flags, f"--gpu-architecture={arch}", *(f"--define-macro={name}={value}" for name, value in kernel.defines)]
 
 
 def _compile(kernel: Kernel, arch: str, text: str) -> tuple[bytes, str]:
@@ -210,6 +213,8 @@ def _compile(kernel: Kernel, arch: str, text: str) -> tuple[bytes, str]:
         cubin = _filled(nvrtc.nvrtcGetCUBIN, program, check(nvrtc.nvrtcGetCUBINSize(program)))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+    if kernel.device_runtime:
+        cubin = link.link(cubin, kernel.source, arch)
     return cubin, log.rstrip(b"\0").decode(errors="replace")
 
 

@@ -14,7 +14,8 @@ class Kernel:
     defines: its -D constants; grid in blocks, block in threads; cluster: blocks of a cluster along x;
     smem: dynamic shared memory in bytes; pdl: launched with programmatic stream serialisation;
     max_registers: the budget that CI holds the compiler to (spills are never allowed);
-    min_blocks: blocks that must fit on a multiprocessor together.
+    min_blocks: blocks that must fit on a multiprocessor together;
+    device_runtime: it launches graphs, so it is linked with CUDA's device runtime.
     """
 
     source: str
@@ -28,3 +29,4 @@ class Kernel:
     pdl: bool = True
     max_registers: int = 255
     min_blocks: int = 1
+    device_runtime: bool = False
