@@ -1,10 +1,12 @@
 """The GPU engine: the decode round as captured graphs, one for each number of verified rows, behind `Engine`.
 
-The host launches a graph a round and reads the request's state when it has ended. What the device cannot sample by
-itself (no top_k, or one above 32 candidates) is computed by the same kernels and sampled on the host.
+The device launches a request's rounds itself (cuq1.cuda.loop), and the host reads its log. With loop "host" the host
+launches a graph a round and reads the request's state when it has ended: the same tokens, for comparison. What the
+device cannot sample by itself (no top_k, or one above 32 candidates) is computed by the same kernels and sampled on the
+host, a step at a time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -14,8 +16,10 @@ from numpy.typing import NDArray
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_sampling_defaults
+from cuq1.cuda import abi
 from cuq1.cuda.driver import open_device
 from cuq1.cuda.hostsample import HostSampler
+from cuq1.cuda.loop import TIMEOUT, UNBOUNDED, DeviceLoop
 from cuq1.cuda.prefill import Prefill
 from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
@@ -25,10 +29,11 @@ from cuq1.models.prefill import CHUNK
 from cuq1.plan.dims import MAX_TOP_K, ROWS
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
-from cuq1.sampling.rounds import Round
+from cuq1.sampling.rounds import FinishReason, Round
 from cuq1.sequence import SequenceEngine
 
 Activations = Literal["f16", "fp8"]
+LoopKind = Literal["device", "host"]
 F32 = NDArray[np.float32]
 
 
@@ -36,8 +41,9 @@ class CudaEngine(SequenceEngine):
     """One request at a time on one GPU.
 
     activations: "f16" computes with half-precision activations; "fp8" quantises what enters the experts to E4M3, with
-    a scale a row. capacity: positions that the caches hold, the model's context where it is None. Raises ConfigError,
-    CheckpointError, and DeviceError where there is no usable GPU or too little memory.
+    a scale a row. capacity: positions that the caches hold, the model's context where it is None. loop: who launches a
+    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. Raises
+    ConfigError, CheckpointError, and DeviceError where there is no usable GPU or too little memory.
     """
 
     chunk = CHUNK
@@ -51,8 +57,12 @@ class CudaEngine(SequenceEngine):
         depth_rule: DepthRule | None = None,
         activations: Activations = "f16",
         capacity: int | None = None,
+        loop: LoopKind = "host",
+        timeout: float = TIMEOUT,
     ) -> None:
         super().__init__()
+        if loop not in ("device", "host"):
+            raise RequestError(f"loop must be device or host, not {loop!r}")
         if tp != 1:
             raise DeviceError(f"the CUDA engine computes on one GPU, not with tp {tp}: use tp 1, or --device cpu")
         if activations not in ("f16", "fp8"):
@@ -75,7 +85,16 @@ class CudaEngine(SequenceEngine):
         self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress)
         self._prefill = Prefill(self._runtime)
         self._host = HostSampler(self._runtime, depth_rule or default_rule())
-        self._reset()
+        self._loop: DeviceLoop | None = None
+        self._following = False  # what changes is the count of what the device has done
+        rings = [layer for layer in self._model.all_layers if layer.sliding]
+        self._room = min([UNBOUNDED, *(layer.slots - layer.window for layer in rings)])
+        try:
+            self._loop = DeviceLoop(self._runtime, self.max_drafts, timeout=timeout) if loop == "device" else None
+            self._reset()
+        except BaseException:
+            self._release()
+            raise
 
     def _reset(self) -> None:
         """An empty sequence. What the caches hold is finite, and beyond every position that counts."""
@@ -103,10 +122,15 @@ class CudaEngine(SequenceEngine):
         return dict(self._runtime.sizes)
 
     def _release(self) -> None:
+        if self._loop is not None and not self._runtime.lost:
+            self._end_chain()
+            self._loop.close()
         self._runtime.close()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
+        if not self._following:
+            self._end_chain()
         yield
 
     def _forget(self, rows: int) -> None:
@@ -171,6 +195,64 @@ class CudaEngine(SequenceEngine):
         self._draft_end = max(self._draft_end, self._done + limit)
         return one
 
+    def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
+        if self._loop is None or _on_host(params) or len(params.stop_tokens) > abi.MAX_STOPS:
+            return (yield from super()._rounds(params, seed, request))
+        return (yield from self._followed(self._loop, params, seed, request))
+
+    def _followed(
+        self, loop: DeviceLoop, params: DecodeParams, seed: int, request: int
+    ) -> Generator[Round, None, FinishReason]:
+        """The rounds that the device runs by itself. It is never further ahead of the reader than a rewind can undo."""
+        self._check_current(request)
+        budget = self.context - len(self._tokens)
+        if params.max_tokens is not None:
+            budget = min(budget, params.max_tokens)
+        with self._change():
+            self._catch_up(self.chunk)
+            state = self._runtime.request(params, seed, self._done, self._limit(params))
+            loop.start(state, budget, params.stop_tokens, len(self._tokens), self._room)
+            self._fresh = False
+        try:
+            while True:
+                record = loop.next()
+                self._following = True
+                try:
+                    with self._change():
+                        self._runtime.check_faults()
+                        self._count(record, state.draft_limit)
+                        tokens = tuple(record.tokens[: record.count])
+                        self._commit(tokens)
+                finally:
+                    self._following = False
+                yield Round(tokens, record.drafted, record.accepted, record.index == 0)
+                if record.reason == abi.END_STOP:
+                    return "stop"
+                if record.reason == abi.END_LENGTH:
+                    return "length"
+                self._check_current(request)
+                loop.log.take(len(self._tokens))
+        finally:
+            if request == self._request and not self._closed:
+                self._end_chain()
+
+    def _count(self, record: abi.Record, limit: int) -> None:
+        """Takes in what a round of the device has left in the caches."""
+        if record.index > 0:
+            self._target_end = max(self._target_end, self._done + record.drafted + 1)
+            self._done += record.accepted + 1
+        self._settled = self._done
+        self._draft_end = max(self._draft_end, self._done + limit)
+
+    def _end_chain(self) -> None:
+        """Ends what the device is doing. Rounds that nobody has read are taken back: the rings still hold what was."""
+        loop = self._loop
+        if loop is None:
+            return
+        while (record := loop.drain()) is not None:
+            self._count(record, self.max_drafts)
+        self._forget(self._done - (len(self._tokens) - 1))
+
     def score(self, ids: Sequence[int]) -> F32:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
 
@@ -179,6 +261,7 @@ class CudaEngine(SequenceEngine):
         """
         self._check_open()
         tokens = check_prompt(ids, self.vocab_size, self.context, room=0)
+        self._end_chain()
         return self._prefill.score(tokens)
 
     def verified_logits(self, ids: Sequence[int]) -> F32:
@@ -194,7 +277,7 @@ class CudaEngine(SequenceEngine):
         if before:
             self.prefill(before)
         else:
-            self._reset()
+            self.rewind(0)
         return self.verified_rows(tokens[-rows:], len(before))
 
     def verified_rows(self, rows: Sequence[int], start: int) -> F32:

@@ -11,15 +11,21 @@ from cuq1.cuda.driver import bindings, check
 class Graph:
     """An executable graph. Use as a context manager, or call close."""
 
-    def __init__(self, graph: Any) -> None:
-        """Instantiates `graph` (a CUgraph), which is destroyed."""
+    def __init__(self, graph: Any, *, device: bool = False) -> None:
+        """Instantiates `graph` (a CUgraph), which is destroyed. device: kernels may launch it, once it is uploaded."""
         driver = bindings()
         self._executable: Any = None
         try:
             self.nodes = int(check(driver.cuGraphGetNodes(graph, 0))[1])
-            self._executable = check(driver.cuGraphInstantiate(graph, 0))
+            flags = driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH.value if device else 0
+            self._executable = check(driver.cuGraphInstantiate(graph, flags))
         finally:
             check(driver.cuGraphDestroy(graph))
+
+    @property
+    def handle(self) -> int:
+        """What a kernel launches it by."""
+        return int(self._executable)
 
     def upload(self, stream: int) -> None:
         """Prepares the first launch, so that it costs no more than the later ones."""
@@ -50,11 +56,12 @@ class Capture:
 
     _graph: Any = None
 
-    def instantiate(self) -> Graph:
+    def instantiate(self, *, device: bool = False) -> Graph:
+        """device: as in Graph."""
         if self._graph is None:
             raise ValueError("nothing was captured, or it has been instantiated already")
         graph, self._graph = self._graph, None
-        return Graph(graph)
+        return Graph(graph, device=device)
 
 
 @contextmanager
@@ -81,6 +88,16 @@ def stream() -> int:
     """A new stream that does not wait for the legacy default stream (a CUstream)."""
     driver = bindings()
     return int(check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)))
+
+
+def busy(handle: int) -> bool:
+    """Whether the stream has work that has not ended. Raises DeviceError for what failed there."""
+    driver = bindings()
+    status = driver.cuStreamQuery(driver.CUstream(handle))
+    if status[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return True
+    check(status)
+    return False
 
 
 def synchronize(handle: int) -> None:

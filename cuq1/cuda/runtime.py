@@ -13,7 +13,7 @@ from cuq1.cuda.memory import Arena, Mapped, MappedFault
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
-from cuq1.models import decode, prefill_buffers, q1
+from cuq1.models import decode, loop, prefill_buffers, q1
 from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
 from cuq1.sampling.depth import DepthRule
@@ -41,7 +41,11 @@ class Runtime:
         self._rule = rule
         self._graphs: dict[tuple[str, int, int], graph.Graph] = {}
         self._closed = False
-        buffers = [*q1.working_buffers(model), *prefill_buffers.working_buffers(model)]
+        buffers = [
+            *q1.working_buffers(model),
+            *prefill_buffers.working_buffers(model),
+            *loop.working_buffers(),
+        ]
         self.sizes = {"weights": weights.layout.nbytes, **{b.name: b.bytes for b in buffers if b.name != "fault"}}
         self._arena = Arena(self.sizes)
         self._fault = MappedFault()
@@ -61,7 +65,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if self._closed:
+        if self._closed or self.lost:
             return
         self._closed = True
         for ready in self._graphs.values():
@@ -77,11 +81,13 @@ class Runtime:
 
     def write(self, name: str, values: NDArray[np.generic]) -> None:
         """Copies an array to the start of a buffer."""
+        self.check_alive()
         values = np.ascontiguousarray(values)
         check(bindings().cuMemcpyHtoD(self._pointer(name), values.ctypes.data, values.nbytes))
 
     def read(self, name: str, out: NDArray[np.generic]) -> None:
         """Copies the start of a buffer into a contiguous array."""
+        self.check_alive()
         check(bindings().cuMemcpyDtoH(out.ctypes.data, self._pointer(name), out.nbytes))
 
     def _pointer(self, name: str) -> object:
@@ -89,20 +95,33 @@ class Runtime:
 
     def send(self, state: abi.State) -> None:
         """Makes `state` the request's state on the device."""
-        driver = bindings()
         self.wait()
         memmove(self._upload.address, addressof(state), _STATE)
-        pointer = driver.CUdeviceptr(self.addresses["state"])
-        check(driver.cuMemcpyHtoDAsync(pointer, self._upload.address, _STATE, driver.CUstream(self.stream)))
+        self.copy("state", self._upload.address, _STATE)
+
+    def copy(self, name: str, source: int, size: int) -> None:
+        """Enqueues a copy of mapped host memory to the start of a buffer."""
+        driver = bindings()
+        check(driver.cuMemcpyHtoDAsync(self._pointer(name), source, size, driver.CUstream(self.stream)))
 
     def wait(self) -> None:
         """Returns when the stream is done; raises what kernels reported."""
+        self.check_alive()
         try:
             graph.synchronize(self.stream)
         except DeviceError as error:
             self._raise_fault(error)
             raise
+        self.check_faults()
+
+    def check_faults(self) -> None:
+        """Raises what kernels have reported so far."""
         self._raise_fault(None)
+
+    def check_alive(self) -> None:
+        """Raises DeviceError once the GPU has stopped answering: a call to its driver would then never return."""
+        if self.lost:
+            raise DeviceError(self.lost)
 
     def _raise_fault(self, cause: Exception | None) -> None:
         fault = self._fault.read()
@@ -125,6 +144,7 @@ class Runtime:
         ) from cause
 
     poisoned = False
+    lost = ""  # why nothing may be asked of the driver any more
 
     def recover(self) -> None:
         """After values that are not finite, clears what they may have reached; weights stay."""

@@ -429,10 +429,10 @@ def target_of(model: Model, rows_: int, *, short: bool = False) -> Plan:
     return b.plan()
 
 
-def depth_of(model: Model, depth: int, *, settle_only: bool = False) -> Plan:
-    """One draft depth up to its logits (row 0), for sampling on the host."""
+def depth_of(model: Model, depth: int, *, sample: bool = False, settle_only: bool = False) -> Plan:
+    """One draft depth: up to its logits (row 0), for sampling on the host, or up to the drawn draft."""
     b = Builder(model, model.dims.top_k, 0)
-    _draft_depth(b, depth, sample=False, forced=False, settle_only=settle_only)
+    _draft_depth(b, depth, sample=sample, forced=False, settle_only=settle_only)
     return b.plan()
 
 

@@ -12,9 +12,7 @@ def control(dims: Dims, *, stall_at: int | None = None) -> Kernel:
     stall_at: for tests alone, the round (from 0) that never ends.
     """
     defines = common(dims) if stall_at is None else (*common(dims), ("STALL_AT", stall_at))
-    return Kernel(
-        "control.cu", "control", ControlArgs, defines, (1, 1, 1), 32, max_registers=64, device_runtime=True
-    )
+    return Kernel("control.cu", "control", ControlArgs, defines, (1, 1, 1), 32, max_registers=64, device_runtime=True)
 
 
 def kernels(dims: Dims) -> list[Kernel]:
