@@ -14,6 +14,7 @@ from cuq1.sampling.rounds import DecodeStream
 
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["f16", "fp8"]
+Loop = Literal["device", "host"]
 
 
 class Engine(Protocol):
@@ -68,13 +69,15 @@ def open_engine(
     *,
     progress: Callable[[int, int], None] | None = None,
     activations: Activations = "f16",
+    loop: Loop = "device",
 ) -> Engine:
     """Load a checkpoint folder into an engine.
 
     device: "cpu" is the NumPy engine, "cuda" one GPU; "auto" takes the GPU where there is a usable one. tp: the
     number of ranks whose shares compute (on the CPU one after the other, as a check of the split). progress(done,
     total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3, on the GPU
-    alone. Raises ConfigError, CheckpointError, DeviceError or RequestError.
+    alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Raises ConfigError,
+    CheckpointError, DeviceError or RequestError.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device must be auto, cpu or cuda, not {device!r}")
@@ -82,8 +85,10 @@ def open_engine(
         raise RequestError(f"tp must be an integer of at least 1, not {tp!r}")
     if activations not in ("f16", "fp8"):
         raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
+    if loop not in ("device", "host"):
+        raise RequestError(f"loop must be device or host, not {loop!r}")
     if device == "cuda" or (device == "auto" and tp == 1 and _usable_gpu()):
-        return _open_cuda(model_dir, tp, progress, activations)
+        return _open_cuda(model_dir, tp, progress, activations, loop)
     if activations != "f16":
         raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
     return _open_cpu(model_dir, tp, progress)
@@ -106,8 +111,12 @@ def _open_cpu(model_dir: str | Path, tp: int, progress: Callable[[int, int], Non
 
 
 def _open_cuda(
-    model_dir: str | Path, tp: int, progress: Callable[[int, int], None] | None, activations: Activations
+    model_dir: str | Path,
+    tp: int,
+    progress: Callable[[int, int], None] | None,
+    activations: Activations,
+    loop: Loop,
 ) -> Engine:
     from cuq1.cuda.engine import CudaEngine  # noqa: PLC0415
 
-    return CudaEngine(model_dir, tp, progress=progress, activations=activations)
+    return CudaEngine(model_dir, tp, progress=progress, activations=activations, loop=loop)

@@ -51,6 +51,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="f16",
         help="what enters the experts on the GPU: halves, or E4M3 with a scale a row",
     )
+    parser.add_argument(
+        "--loop",
+        choices=["device", "host"],
+        default="device",
+        help="who launches rounds on the GPU: the device itself, or the host, for comparison",
+    )
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
     parser.add_argument("--top-k", type=int, metavar="K", help="0 for no limit (default: the checkpoint's)")
@@ -155,7 +161,9 @@ def _generate(options: argparse.Namespace) -> int:
     output = OutputStream(tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning)
     writer = None if options.json else TerminalWriter() if sys.stdout.isatty() else PlainWriter()
     progress = _progress if sys.stderr.isatty() else None
-    with open_engine(model, options.device, progress=progress, activations=options.activations) as engine:
+    with open_engine(
+        model, options.device, progress=progress, activations=options.activations, loop=options.loop
+    ) as engine:
         loaded = time.perf_counter()
         answer = Answer(len(ids), output, params.stop_tokens, writer, Clock(started, loaded, loaded))
         return _answer(engine, ids, params, answer, options)

@@ -34,13 +34,19 @@ class DecodeStream:
 
     seed: the request's seed, also where the caller named none; finish_reason:
     None while rounds are to come, then "stop" or "length". Leaving the loop
-    early is fine: what was yielded is committed, and nothing else.
+    early is fine: what was yielded is committed, and nothing else. An engine
+    that computes ahead goes on until the stream is closed or deleted, or the
+    engine is given something else to do.
     """
 
     def __init__(self, seed: int, rounds: Generator[Round, None, FinishReason]) -> None:
         self.seed = seed
         self.finish_reason: FinishReason | None = None
         self._rounds = rounds
+
+    def close(self) -> None:
+        """Cancel the request: the rounds that were yielded stay, and no other comes."""
+        self._rounds.close()
 
     def __iter__(self) -> "DecodeStream":
         return self
