@@ -6,7 +6,7 @@ device cannot sample by itself (no top_k, or one above 32 candidates) is compute
 host, a step at a time.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
 from cuq1.models.prefill import CHUNK
 from cuq1.plan.dims import MAX_TOP_K, ROWS
+from cuq1.plan.types import Defines
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
 from cuq1.sampling.rounds import FinishReason, Round
@@ -42,8 +43,9 @@ class CudaEngine(SequenceEngine):
 
     activations: "f16" computes with half-precision activations; "fp8" quantises what enters the experts to E4M3, with
     a scale a row. capacity: positions that the caches hold, the model's context where it is None. loop: who launches a
-    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. Raises
-    ConfigError, CheckpointError, and DeviceError where there is no usable GPU or too little memory.
+    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. defines: for tools
+    and tests, constants of decode kernels by label (Plan.with_defines). Raises ConfigError, CheckpointError, and
+    DeviceError where there is no usable GPU or too little memory.
     """
 
     chunk = CHUNK
@@ -59,6 +61,7 @@ class CudaEngine(SequenceEngine):
         capacity: int | None = None,
         loop: LoopKind = "host",
         timeout: float = TIMEOUT,
+        defines: Mapping[str, Defines] | None = None,
     ) -> None:
         super().__init__()
         if loop not in ("device", "host"):
@@ -82,7 +85,7 @@ class CudaEngine(SequenceEngine):
             fp8_activations=activations == "fp8",
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
-        self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress)
+        self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress, defines)
         self._prefill = Prefill(self._runtime)
         self._host = HostSampler(self._runtime, depth_rule or default_rule())
         self._loop: DeviceLoop | None = None

@@ -32,14 +32,13 @@ _Key = tuple[str, int, bool]  # ("round", rows, short), ("first", most, False) o
 class DeviceLoop:
     """One request at a time: start, then next until a record has a reason, or drain.
 
-    most: the most drafts that a request may make in a round. timeout: seconds that a round may take. stall_at: for
-    tests, the round that never ends. Raises DeviceError where graphs cannot be captured or linked.
+    most: the most drafts that a request may make in a round. timeout: seconds that a round may take. Raises DeviceError
+    where graphs cannot be captured or linked.
     """
 
-    def __init__(self, runtime: Runtime, most: int, *, timeout: float = TIMEOUT, stall_at: int | None = None) -> None:
+    def __init__(self, runtime: Runtime, most: int, *, timeout: float = TIMEOUT) -> None:
         self._runtime = runtime
         self.timeout = timeout
-        self._stall_at = stall_at
         self._mirror = Mapped(sizeof(abi.Mirror))
         self._upload = Mapped(sizeof(abi.Loop))
         runtime.addresses["mirror"] = self._mirror.address
@@ -71,19 +70,19 @@ class DeviceLoop:
 
     def prepare(self, most: int) -> None:
         """Captures and uploads what requests with at most `most` drafts a round launch, where that is not done."""
-        model, stall = self._runtime.model, self._stall_at
+        model = self._runtime.model
         wanted: dict[_Key, Plan] = {}
         if ("first", most, False) not in self._graphs:
-            wanted["first", most, False] = plans.first_of(model, most, stall_at=stall)
+            wanted["first", most, False] = plans.first_of(model, most)
         for rows in plans.rows_for(most):
             for short in self._lengths:
                 if ("round", rows, short) not in self._graphs:
-                    wanted["round", rows, short] = plans.round_of(model, rows, most, short=short, stall_at=stall)
+                    wanted["round", rows, short] = plans.round_of(model, rows, most, short=short)
         for depth in range(plans.depths_within(most), most):
             if ("depth", depth, False) not in self._graphs:
-                wanted["depth", depth, False] = plans.depth_of(model, depth, stall_at=stall)
+                wanted["depth", depth, False] = plans.depth_of(model, depth)
         for key, plan in wanted.items():
-            self._graphs[key] = self._capture(Program(plan, self._runtime.addresses))
+            self._graphs[key] = self._capture(self._runtime.program(plan))
 
     def _capture(self, program: Program) -> graph.Graph:
         stream = self._runtime.stream

@@ -1,6 +1,6 @@
 """One rank's model on the GPU: memory, graphs, and the request's state as host and device share it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, memmove, sizeof
 
 import numpy as np
@@ -15,7 +15,7 @@ from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
 from cuq1.models import decode, loop, prefill_buffers, q1
 from cuq1.plan.dims import ROWS
-from cuq1.plan.types import Plan
+from cuq1.plan.types import Defines, Plan
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import Round
@@ -26,7 +26,8 @@ _STATE = sizeof(abi.State)
 class Runtime:
     """Holds everything that a request needs, allocated and compiled before it.
 
-    sizes: bytes of GPU memory by name. addresses: of every buffer that a plan may name.
+    sizes: bytes of GPU memory by name. addresses: of every buffer that a plan may name. defines: what Plan.with_defines
+    adds to decode plans, for tools and tests.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Runtime:
         weights: RankWeights,
         rule: DepthRule,
         progress: Callable[[int, int], None] | None = None,
+        defines: Mapping[str, Defines] | None = None,
     ) -> None:
         self.model = model
+        self._defines = defines or {}
         self.stream = graph.stream()
         self._rule = rule
         self._graphs: dict[tuple[str, int, int], graph.Graph] = {}
@@ -161,9 +164,13 @@ class Runtime:
         """Replays a plan's graph, captured at its first use, and reads the state back."""
         key = (kind, rows, drafts)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(Program(plan(), self.addresses))
+            self._graphs[key] = self._capture(self.program(plan()))
         self._graphs[key].launch(self.stream)
         self.wait()
+
+    def program(self, plan: Plan) -> Program:
+        """A decode plan, bound to this runtime's memory."""
+        return Program(plan.with_defines(self._defines), self.addresses)
 
     def _capture(self, program: Program) -> graph.Graph:
         driver = bindings()

@@ -39,26 +39,26 @@ def rows_for(most: int) -> range:
     return range(depths_within(most) + 1, most + 2)
 
 
-def first_of(model: Model, most: int, *, stall_at: int | None = None) -> Plan:
+def first_of(model: Model, most: int) -> Plan:
     """A request's first token from the logits' row 0, and the first draft depths."""
     made = depths_within(most)
-    return _controlled(model, decode.first_of(model, made), made, first=True, stall_at=stall_at)
+    return _controlled(model, decode.first_of(model, made), made, first=True)
 
 
-def round_of(model: Model, rows: int, most: int, *, short: bool, stall_at: int | None = None) -> Plan:
+def round_of(model: Model, rows: int, most: int, *, short: bool) -> Plan:
     """A round up to the first draft depths. short: as in decode.round_of."""
     made = depths_within(most)
     plan = decode.round_of(model, rows, made, short=short)
-    return _controlled(model, plan, made, first=True, stall_at=stall_at)
+    return _controlled(model, plan, made, first=True)
 
 
-def depth_of(model: Model, depth: int, *, stall_at: int | None = None) -> Plan:
+def depth_of(model: Model, depth: int) -> Plan:
     """Draft depth `depth`, from 0, after the round's own."""
     plan = decode.depth_of(model, depth, sample=True)
-    return _controlled(model, plan, depth + 1, first=False, stall_at=stall_at)
+    return _controlled(model, plan, depth + 1, first=False)
 
 
-def _controlled(model: Model, plan: Plan, made: int, *, first: bool, stall_at: int | None) -> Plan:
+def _controlled(model: Model, plan: Plan, made: int, *, first: bool) -> Plan:
     """The plan with a control kernel behind it."""
     args: dict[str, int | float | Ref] = {
         "fault": Ref("fault"),
@@ -72,6 +72,5 @@ def _controlled(model: Model, plan: Plan, made: int, *, first: bool, stall_at: i
         "made": made,
         "first": int(first),
     }
-    kernel = control.control(model.dims, stall_at=stall_at)
-    last = Launch(kernel, "control", DRAFT, args, sizeof(abi.Loop), 3 * sizeof(abi.Record))
+    last = Launch(control.control(model.dims), "control", DRAFT, args, sizeof(abi.Loop), 3 * sizeof(abi.Record))
     return Plan((*plan.buffers, *working_buffers(), MIRROR), (*plan.launches, last))

@@ -1,11 +1,11 @@
 """A plan: the launches of one pass over named buffers. Printable and checked without a GPU."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cuq1.plan.kernel import Kernel
+from cuq1.plan.kernel import Define, Kernel
 
 _INTEGERS: dict[Any, tuple[int, int]] = {
     c_int32: (-(2**31), 2**31 - 1),
@@ -33,6 +33,7 @@ class Ref:
 
 
 Value = int | float | Ref
+Defines = tuple[tuple[str, Define], ...]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes that all launches read."""
         return sum(launch.read_bytes for launch in self.launches)
+
+    def with_defines(self, more: Mapping[str, Defines]) -> "Plan":
+        """The plan with further -D constants for the kernels of some labels ("*" for all): for tools and tests."""
+        if not more:
+            return self
+        launches = []
+        for launch in self.launches:
+            defines = (*launch.kernel.defines, *more.get("*", ()), *more.get(launch.label, ()))
+            launches.append(replace(launch, kernel=replace(launch.kernel, defines=defines)))
+        return Plan(self.buffers, tuple(launches))
 
     def kernels(self) -> list[Kernel]:
         """Each kernel once, in order of first use."""
