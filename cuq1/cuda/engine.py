@@ -43,8 +43,8 @@ class CudaEngine(SequenceEngine):
 
     activations: "f16" computes with half-precision activations; "fp8" quantises what enters the experts to E4M3, with
     a scale a row. capacity: positions that the caches hold, the model's context where it is None. loop: who launches a
-    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. defines: for tools
-    and tests, constants of decode kernels by label (Plan.with_defines). Raises ConfigError, CheckpointError, and
+    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. defines: for
+    tools and tests, constants of decode kernels by label (Plan.with_defines). Raises ConfigError, CheckpointError, and
     DeviceError where there is no usable GPU or too little memory.
     """
 
