@@ -29,6 +29,7 @@ _ENTRY = re.compile(
     r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+_BODY = re.compile(r'^extern "C" __global__ [^{;]*\(const __grid_constant__ \w+ a\) \{', re.MULTILINE)
 _STATIC = re.compile(r"(\d+) bytes smem")
 # A multiprocessor of compute capability 9.0: 32-bit registers, bytes of shared memory, and what a block takes besides.
 _REGISTERS, _SHARED, _RESERVED = 65536, 228 * 1024, 1024
@@ -57,6 +58,8 @@ def source_text(kernel: Kernel, patch: tuple[str, str] | None = None) -> str:
     """The kernel's source, with the one place of `patch` replaced; ValueError where there isn't exactly one."""
     path = folder("kernels_cu") / kernel.source
     text = _read(path)
+    if any(name == "TRACE" for name, _ in kernel.defines):  # see common/trace.cuh
+        text = _BODY.sub(r"\g<0> TraceScope trace_scope(a.layer);", text)
     if patch is None:
         return text
     if text.count(patch[0]) != 1:

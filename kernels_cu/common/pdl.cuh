@@ -7,5 +7,14 @@
 // may read weights and whatever was written at least two launches earlier, and must not write global memory.
 #pragma once
 
+#ifndef TRACE
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+#include "common/trace.cuh"
+__device__ __forceinline__ void pdl_wait() {
+    if (threadIdx.x == 0) trace_waiting = clock_ns();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0) trace_resumed = clock_ns();
+}
+#endif
 __device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
