@@ -137,7 +137,15 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         if (row < drafted) {
             // Strictly below, so that u = 0 does not accept a token that p excludes.
             stands = u_accept * prob_of(q, draft) < prob_of(p, draft);
+#ifdef FORCE_ACCEPT  // for benchmarks: so many drafts, whatever they are
+            stands = row < FORCE_ACCEPT;
+#endif
+#if TEST_FAULT == 1  // for tests: rules that are wrong
+            stands = prob_of(p, draft) > 0.0;
+#endif
+#if TEST_FAULT != 2
             if (!stands) p = residual(p, q, scratch[row], lane);
+#endif
         }
         int token = -1;
         if (!stands) token = max_int(0, draw(p, u_target, scratch[row], lane));
