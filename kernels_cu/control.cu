@@ -80,6 +80,11 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
         }
     }
     if (reason == END_NONE && count == budget) reason = END_LENGTH;
+#if TEST_FAULT == 1  // for tests: the budget is one token short
+    if (reason == END_LENGTH) --count;
+#elif TEST_FAULT == 2  // a stop token stays out of what is committed
+    if (reason == END_STOP) --count;
+#endif
     if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
     // The next round writes rows up to done + ROWS, and drafts up to ROWS positions beyond those.
     const bool behind = done + 2 * ROWS - taken > room || written + 1 - read >= LOG_RECORDS;

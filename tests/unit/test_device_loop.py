@@ -333,8 +333,7 @@ def test_a_stalled_round_is_an_error_with_the_last_record(monkeypatch):
     device.dead = True
     monkeypatch.setattr(module.graph, "busy", lambda stream: True)
     with pytest.raises(DeviceError, match=r"did not end within 0\.2 s: the last record is round 1: 8 rows, 3 of 7"):
-        while True:
-            device.made.next()
+        device.read()
     assert device.runtime.lost
     assert not device.made.running
 
@@ -345,8 +344,7 @@ def test_a_chain_that_ends_without_a_reason_is_an_error(monkeypatch):
     device.dead = True
     device.current = None
     with pytest.raises(DeviceError, match="ended without a reason"):
-        while True:
-            device.made.next()
+        device.read()
 
 
 def test_a_refused_launch_is_an_error(monkeypatch):

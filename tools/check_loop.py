@@ -1,0 +1,449 @@
+"""Hold the decode loop that the device runs against the one that the host steps, on nano.
+
+    python -m tools.check_loop [equal ends gap drafting distribution million stall] [--log] ...
+
+equal: the same tokens, records, reasons and caches, bit for bit, over mixed requests. ends: budgets, stop tokens at
+every place, the context's end, cancellation. gap: from a round's last kernel to the next one's first, by the GPU's
+clock, of both loops. drafting: time per token with the stop rule against the best fixed depth, paired, and what ran at
+each depth. distribution: sampled tokens against exact probabilities, with wrong rules as the control. million: a
+million tokens in requests of random length. stall: a round that never ends.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cuq1.cli import Parser, guarded
+from cuq1.cuda import abi
+from cuq1.cuda.driver import bindings, check, open_device, require
+from cuq1.cuda.engine import CudaEngine
+from cuq1.cuda.execute import Program
+from cuq1.cuda.runtime import Runtime
+from cuq1.errors import DeviceError
+from cuq1.plan.dims import DRAFT
+from cuq1.plan.types import Plan
+from cuq1.sampling import MAX_DRAFTS, MIN_AUTO_DRAFTS, DecodeParams, Round
+from tools.bench import NANO, ROOT, append_row, at_least_one, nano
+from tools.check_distribution import FALSE_ALARM, p_values
+from tools.tracing import Span, Tracer, spans
+
+HELD_OUT = 2  # seed of the prompts that tools/fit_depth.py did not train on
+Report = dict[str, Any]
+
+
+def opened(loop: str, **more: Any) -> CudaEngine:
+    return CudaEngine(NANO, loop=loop, **more)  # type: ignore[arg-type]
+
+
+def finished(engine: CudaEngine, ids: Sequence[int], params: DecodeParams) -> tuple[list[Round], str | None]:
+    """All rounds of a request on a fresh sequence, and why it ended."""
+    engine.rewind(0)
+    engine.prefill(ids)
+    stream = engine.decode(params)
+    return list(stream), stream.finish_reason
+
+
+def flat(rounds: Sequence[Round]) -> list[int]:
+    return [token for step in rounds for token in step]
+
+
+def caches(engine: CudaEngine) -> dict[str, Any]:
+    """Every cache as a CuPy array over the engine's memory."""
+    cupy = require("cupy")
+    runtime, found = engine._runtime, {}
+    for name, size in runtime.sizes.items():
+        if name.endswith("_cache"):
+            memory = cupy.cuda.UnownedMemory(runtime.addresses[name], size, runtime)
+            found[name] = cupy.ndarray((size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(bool((array == other[name]).all()) for name, array in one.items())
+
+
+def mixed(number: int, rng: np.random.Generator) -> DecodeParams:
+    """A request of some temperature, filter, draft and budget."""
+    drafts: tuple[Any, ...] = ("auto", "auto", 7, 3, 5, 1, 2, "off")
+    return DecodeParams(
+        temperature=(0.0, 1.0, 0.7)[number % 3],
+        top_k=int(rng.integers(1, 33)),
+        top_p=float(rng.uniform(0.5, 1.0)),
+        seed=int(rng.integers(2**63)),
+        draft=drafts[number % len(drafts)],
+        max_tokens=int(rng.integers(1, 120)),
+    )
+
+
+def check_equal(options: argparse.Namespace) -> Report:
+    """Requests on both loops; each one again with a stop token at a place of its output that walks through rounds."""
+    rng = np.random.default_rng(options.seed)
+    prompts = nano()[2](24, 31)
+    differing, offsets, reasons, rounds = [], set(), {"stop": 0, "length": 0}, 0
+    with opened("host") as host, opened("device") as device:
+        held = caches(host), caches(device)
+        for number in range(options.requests):
+            ids, params = prompts[number % len(prompts)], mixed(number, rng)
+            if number % 2:  # with stop tokens: one that is not there, and one that is
+                whole, _ = finished(host, ids, params)
+                finished(device, ids, params)
+                tokens = flat(whole)
+                place = int(rng.integers(len(tokens)))
+                params = replace(params, stop_tokens=(4095, tokens[place], 4094))
+                stopped = tokens.index(tokens[place])
+                starts = np.cumsum([0, *map(len, whole)])
+                at = int(np.searchsorted(starts, stopped, side="right")) - 1
+                offsets.add((stopped - int(starts[at]), stopped - int(starts[at]) == len(whole[at]) - 1))
+            expected, got = finished(host, ids, params), finished(device, ids, params)
+            reasons[str(expected[1])] += 1
+            rounds += len(expected[0])
+            if expected != got or host.tokens != device.tokens or not same(*held):
+                differing.append(number)
+        # The control: another seed must be found different, in its tokens or its caches.
+        params = DecodeParams(temperature=1.0, top_k=20, seed=1, max_tokens=50)
+        noticed = finished(host, prompts[0], params) != finished(device, prompts[0], replace(params, seed=2))
+        noticed = noticed and not same(*held)
+        resumed = device._loop.resumed if device._loop is not None else -1
+    return {
+        "requests": options.requests,
+        "rounds": rounds,
+        "reasons": reasons,
+        "offsets": len(offsets),
+        "resumed": resumed,
+        "differing": differing,
+        "control_noticed": noticed,
+        "failed": len(differing) + int(not noticed),
+    }
+
+
+def check_ends(options: argparse.Namespace) -> Report:
+    """Each way in which a request ends, against the host's loop."""
+    prompts = nano()[2](6, 37)
+    wrong: list[str] = []
+    waited: list[float] = []
+    with opened("host", capacity=1024) as host, opened("device", capacity=1024) as device:
+
+        def hold(name: str, ids: Sequence[int], params: DecodeParams, reason: str, length: int | None = None) -> None:
+            expected, got = finished(host, ids, params), finished(device, ids, params)
+            count = len(flat(got[0]))
+            if expected != got or got[1] != reason or (length is not None and count != length):
+                wrong.append(name)
+
+        for seed, ids in enumerate(prompts):
+            base = DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=seed)
+            for budget in (1, 8):
+                hold(f"budget {budget}", ids, replace(base, max_tokens=budget), "length", budget)
+            whole, _ = finished(host, ids, replace(base, max_tokens=60))
+            tokens = flat(whole)
+            hold("first token", ids, replace(base, max_tokens=60, stop_tokens=(tokens[0],)), "stop", 1)
+            start = 0
+            for step in whole:
+                for offset in range(len(step)):  # the last is the bonus or the replacement
+                    length = tokens.index(tokens[start + offset]) + 1
+                    params = replace(base, max_tokens=60, stop_tokens=(tokens[start + offset],))
+                    hold(f"stop at {start}+{offset}", ids, params, "stop", length)
+                start += len(step)
+            long = (ids * (1024 // len(ids) + 1))[: 1024 - 5 - seed]  # the context ends within a round
+            hold("context", long, replace(base, max_tokens=1_000_000), "length", 5 + seed)
+            # A million tokens, cancelled: what was read stays, and the next request is as if nothing had been.
+            after: list[Any] = []
+            for engine in (host, device):
+                engine.rewind(0)
+                engine.prefill(ids)
+                stream = engine.decode(replace(base, max_tokens=1_000_000, draft=(2, "auto", 7)[seed % 3]))
+                read = [token for _ in range(3 + seed) for token in next(stream)]
+                begin = time.perf_counter()
+                stream.close()
+                waited.append(time.perf_counter() - begin)
+                after.append((read, engine.tokens, stream.finish_reason))
+                after[-1] += (list(engine.decode(replace(base, seed=99, max_tokens=40))), engine.tokens)
+            if after[0] != after[1] or after[1][1] != (*ids, *after[1][0]):
+                wrong.append("cancelled")
+    return {"wrong": wrong, "cancelling_ms": round(1e3 * max(waited), 3), "failed": len(wrong)}
+
+
+@contextmanager
+def traced(loop: str, labels: Sequence[str], room: int = 1 << 21) -> Iterator[tuple[CudaEngine, Tracer]]:
+    """An engine whose launches of these labels leave their times."""
+    open_device()
+    tracer = Tracer(labels, room)
+    bind = Runtime.program
+
+    def program(runtime: Runtime, plan: Plan) -> Program:
+        bound = bind(runtime, plan)
+        tracer.attach(bound.plan.kernels())
+        return bound
+
+    with mock.patch.object(Runtime, "program", program), opened(loop, defines=tracer.defines) as engine:
+        yield engine, tracer
+    tracer.close()
+
+
+def gaps(found: Sequence[Span]) -> list[float]:
+    """Microseconds from the end of what ran last before each round to the round's first block."""
+    return [(span.begin - before.end) / 1e3 for before, span in pairwise(found) if span.label == "embed"]
+
+
+def check_gap(options: argparse.Namespace) -> Report:
+    """The gap between rounds of both loops, over as many rounds."""
+    prompts = nano()[2](6, 41)
+    report: Report = {}
+    for loop, last in (("device", "control"), ("host", "draft_sample")):
+        found: list[float] = []
+        with traced(loop, ("embed", last)) as (engine, tracer):
+            number = 0
+            while len(found) < options.rounds:
+                params = DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=number, max_tokens=1200)
+                tracer.clear()
+                finished(engine, prompts[number % len(prompts)], params)
+                found += gaps(spans(tracer.read(), tracer.labels))
+                number += 1
+        low, median, high, most = np.percentile(found, [10, 50, 90, 99])
+        report[loop] = {"rounds": len(found), "median": median, "p10": low, "p90": high, "p99": most}
+    report["failed"] = int(report["device"]["median"] > 5.0)
+    return report
+
+
+def timed(engine: CudaEngine, ids: Sequence[int], params: DecodeParams) -> tuple[float, int]:
+    """Seconds of decoding, the prompt's not counted, and tokens."""
+    engine.prefill(ids)
+    start = time.perf_counter()
+    count = sum(len(step) for step in engine.decode(params))
+    return time.perf_counter() - start, count
+
+
+def check_drafting(options: argparse.Namespace) -> Report:
+    """Time per token with the stop rule and at each fixed depth, alternating, on held-out prompts."""
+    prompts = nano()[2](18, HELD_OUT)
+    arms: tuple[Any, ...] = ("auto", *range(MIN_AUTO_DRAFTS, MAX_DRAFTS + 1))
+    each: dict[Any, list[float]] = {arm: [] for arm in arms}
+    with opened("device") as engine:
+        for seed in range(options.seeds):
+            spent, tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
+            for i, ids in enumerate(prompts):
+                order = arms[(i + seed) % len(arms) :] + arms[: (i + seed) % len(arms)]
+                for arm in order:
+                    params = DecodeParams(
+                        temperature=0.0 if i % 4 == 0 else 1.0,
+                        top_k=20,
+                        top_p=0.95,
+                        seed=1000 * seed + i,
+                        max_tokens=200,
+                        stop_tokens=(0,),
+                        draft=arm,
+                    )
+                    seconds, count = timed(engine, ids, params)
+                    spent[arm] += seconds
+                    tokens[arm] += count
+            for arm in arms:
+                each[arm].append(1e6 * spent[arm] / tokens[arm])
+    means = {str(arm): statistics.mean(values) for arm, values in each.items()}
+    fixed = min(arms[1:], key=lambda arm: means[str(arm)])
+    gains = [1 - auto / other for auto, other in zip(each["auto"], each[fixed], strict=True)]
+    error = statistics.stdev(gains) / len(gains) ** 0.5
+    return {
+        "seeds": options.seeds,
+        "us_per_token": {arm: round(value, 2) for arm, value in means.items()},
+        "best_fixed_depth": fixed,
+        "gain": round(statistics.mean(gains), 4),
+        "standard_error": round(error, 4),
+        "least": round(min(gains), 4),
+        "most": round(max(gains), 4),
+        "skipped": check_skipped(),
+        "failed": int(statistics.mean(gains) < 2 * error),
+    }
+
+
+def check_skipped() -> Report:
+    """Launches of a depth's first and last kernel, counted by themselves, against the drafts that records tell of."""
+    prompts = nano()[2](9, HELD_OUT)
+    expected = [0] * (MAX_DRAFTS + 1)
+    with traced("device", ("eh_proj", "draft_sample", "control")) as (engine, tracer):
+        assert engine._loop is not None
+        seen: list[abi.Record] = []
+        following = engine._loop.next
+
+        def noted() -> abi.Record:
+            seen.append(following())
+            return seen[-1]
+
+        with mock.patch.object(engine._loop, "next", noted):
+            for i, ids in enumerate(prompts):
+                finished(engine, ids, DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=i, max_tokens=150))
+        found = spans(tracer.read(), tracer.labels)
+    for record in seen:
+        expected[record.next_rows - 1] += 1
+    depths = sum(depth * count for depth, count in enumerate(expected))
+    ran = {label: sum(span.label == label for span in found) for label in tracer.labels}
+    controls = sum((depth - MIN_AUTO_DRAFTS + 1) * count for depth, count in enumerate(expected) if count)
+    right = ran["eh_proj"] == ran["draft_sample"] == depths and ran["control"] == controls
+    return {
+        "rounds_by_drafts": expected,
+        "depths": depths,
+        "of_at_most": MAX_DRAFTS * len(seen),
+        "launches": ran,
+        "draft_layer_only": all(span.layer == DRAFT for span in found),
+        "failed": int(not right or depths == MAX_DRAFTS * len(seen)),
+    }
+
+
+def check_distribution(options: argparse.Namespace) -> Report:
+    """check_distribution's test through the device's loop; rules that are wrong must be found out by it."""
+    tokenizer = nano()[1]
+    ids = tokenizer.encode("def parse_", control=True)
+    params = DecodeParams(temperature=1.0, top_k=20, top_p=0.95)
+    report: Report = {}
+    for name, fault in (("as it is", 0), ("accepts whatever is possible", 1), ("replaces without subtracting", 2)):
+        defines = {"accept": (("TEST_FAULT", fault),)} if fault else {}
+        with opened("device", defines=defines) as engine:
+            report[name] = p_values(engine, ids, params, range(options.samples))
+    right = min(report["as it is"].values()) > FALSE_ALARM
+    noticed = all(min(values.values()) < FALSE_ALARM for name, values in report.items() if name != "as it is")
+    return {"samples": options.samples, "p_values": report, "failed": int(not right) + int(not noticed)}
+
+
+def check_million(options: argparse.Namespace) -> Report:
+    """Many tokens in one process: memory, throughput by tenths."""
+    rng = np.random.default_rng(options.seed)
+    prompts = nano()[2](60, 43)
+    free: list[int] = []
+    rates: list[float] = []
+    tokens = requests = resumed = 0
+    with opened("device") as engine:
+        for part in range(10):
+            goal, start, begun = options.tokens * (part + 1) // 10, tokens, time.perf_counter()
+            decoding = 0.0
+            while tokens < goal:
+                ids = prompts[int(rng.integers(len(prompts)))]
+                length = int(np.exp(rng.uniform(0, np.log(4000))))
+                params = DecodeParams(
+                    temperature=1.0,
+                    top_k=20,
+                    top_p=0.95,
+                    seed=requests,
+                    max_tokens=min(length, options.tokens - tokens),
+                    draft=("auto", 7, "auto", 4)[requests % 4],
+                )
+                seconds, count = timed(engine, ids, params)
+                if count != params.max_tokens:
+                    raise DeviceError(f"request {requests} gave {count} of {params.max_tokens} tokens")
+                tokens, requests, decoding = tokens + count, requests + 1, decoding + seconds
+            free.append(int(check(bindings().cuMemGetInfo())[0]))
+            rates.append((tokens - start) / (time.perf_counter() - begun))
+        resumed = engine._loop.resumed if engine._loop is not None else -1
+    middle = statistics.median(rates)
+    return {
+        "tokens": tokens,
+        "requests": requests,
+        "resumed": resumed,
+        "tokens_per_s": [round(rate) for rate in rates],
+        "spread": round(max(abs(rate / middle - 1) for rate in rates), 4),
+        "free_memory": sorted(set(free[1:])),
+        "failed": int(len(set(free[1:])) > 1) + int(max(rates[:3]) > 1.1 * max(rates[-3:])),
+    }
+
+
+STALL = """
+import sys, time
+from cuq1.cuda.engine import CudaEngine
+from cuq1.errors import DeviceError
+from cuq1.sampling import DecodeParams
+from tools.bench import NANO
+engine = CudaEngine(NANO, timeout=0.5, loop="device", defines={"control": (("STALL_AT", 4),)})
+engine.prefill([1, 2, 3, 4, 5])
+start = time.perf_counter()
+try:
+    for step in engine.decode(DecodeParams(temperature=0, max_tokens=500)):
+        pass
+except DeviceError as error:
+    print(f"{time.perf_counter() - start:.3f} {error}")
+try:
+    engine.prefill([1, 2])
+except DeviceError as error:
+    print("refused")
+engine.close()
+print("closed", flush=True)
+sys.exit(3)
+"""
+
+
+def check_stall(options: argparse.Namespace) -> Report:
+    """In a process of its own: the error, its time, the exit; and that the next process works."""
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", STALL], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        )
+        lines, status = done.stdout.splitlines(), done.returncode
+        errors = done.stderr[-500:]
+    except subprocess.TimeoutExpired as error:
+        lines, status, errors = [str(error.stdout)], -1, "the process did not end"
+    seconds = time.perf_counter() - start
+    with opened("device") as engine:
+        count = len(flat(finished(engine, [1, 2, 3], DecodeParams(max_tokens=20, seed=1))[0]))
+    right = len(lines) == 3 and lines[1:] == ["refused", "closed"] and "did not end within 0.5 s" in lines[0]
+    right = right and "round 3" in lines[0] and float(lines[0].split()[0]) < 1.0 and status == 3
+    return {
+        "output": lines,
+        "errors": errors,
+        "status": status,
+        "seconds": round(seconds, 2),
+        "next_process_tokens": count,
+        "failed": int(not right or count != 20),
+    }
+
+
+CHECKS: dict[str, Callable[[argparse.Namespace], Report]] = {
+    "equal": check_equal,
+    "ends": check_ends,
+    "gap": check_gap,
+    "drafting": check_drafting,
+    "distribution": check_distribution,
+    "million": check_million,
+    "stall": check_stall,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return guarded("check_loop", lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m tools.check_loop", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checks", nargs="*", default=list(CHECKS), help=f"of {', '.join(CHECKS)}; all by default")
+    parser.add_argument("--requests", type=at_least_one, default=200)
+    parser.add_argument("--rounds", type=at_least_one, default=5000)
+    parser.add_argument("--seeds", type=at_least_one, default=10)
+    parser.add_argument("--samples", type=at_least_one, default=20_000)
+    parser.add_argument("--tokens", type=at_least_one, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/loop.jsonl")
+    options = parser.parse_args(argv)
+    failed = 0
+    for name in options.checks:
+        if name not in CHECKS:
+            parser.error(f"there is no check {name}: choose from {', '.join(CHECKS)}")
+        start = time.perf_counter()
+        report = {"check": name, **CHECKS[name](options)}
+        report["check_seconds"] = round(time.perf_counter() - start, 1)
+        print(json.dumps(report), flush=True)
+        failed += report["failed"]
+        if options.log:
+            append_row("loop", report)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Timelines of launches from the GPU's own clock: kernels compiled with TRACE, their entries collected and grouped."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.cuda.compile import compile_kernel
+from cuq1.cuda.driver import bindings, check
+from cuq1.cuda.memory import Arena
+from cuq1.cuda.module import load
+from cuq1.plan.kernel import Kernel
+from cuq1.plan.types import Defines
+
+# kernels_cu/common/trace.cuh: TraceEntry, and what stands before the entries of a TraceBuffer.
+ENTRY = np.dtype(
+    [
+        *((name, np.uint64) for name in ("begin", "waiting", "resumed", "end")),
+        *((name, np.int32) for name in ("kernel", "layer", "block", "sm")),
+    ]
+)
+HEADER = 16
+
+
+class Tracer:
+    """Memory for entries, and the constants that make kernels write them. labels: of the launches to trace."""
+
+    def __init__(self, labels: Iterable[str], room: int = 1 << 20) -> None:
+        self.labels = tuple(labels)
+        self.room = room
+        self._arena = Arena({"trace": HEADER + room * ENTRY.itemsize})
+        self._arena.clear()
+        self.clear()
+
+    @property
+    def defines(self) -> Mapping[str, Defines]:
+        """For Plan.with_defines."""
+        return {label: (("TRACE", number),) for number, label in enumerate(self.labels)}
+
+    def attach(self, kernels: Iterable[Kernel]) -> None:
+        """Points the modules of those kernels that are traced at the memory."""
+        driver = bindings()
+        value = np.array([self._arena["trace"]], np.uint64)
+        for kernel in kernels:
+            if any(name == "TRACE" for name, _ in kernel.defines):
+                module = load(compile_kernel(kernel).path, kernel).module
+                pointer, _ = check(driver.cuModuleGetGlobal(driver.CUmodule(module.ptr), b"trace_buffer"))
+                check(driver.cuMemcpyHtoD(pointer, value.ctypes.data, value.nbytes))
+
+    def clear(self) -> None:
+        """Forgets all entries."""
+        header = np.array([0, self.room, 0, 0], np.uint32)
+        check(bindings().cuMemcpyHtoD(bindings().CUdeviceptr(self._arena["trace"]), header.ctypes.data, HEADER))
+
+    def read(self) -> NDArray[np.void]:
+        """The entries (dtype ENTRY), in the order in which blocks ended."""
+        driver = bindings()
+        header = np.empty(4, np.uint32)
+        check(driver.cuMemcpyDtoH(header.ctypes.data, driver.CUdeviceptr(self._arena["trace"]), HEADER))
+        if header[0] > self.room:
+            raise ValueError(f"{header[0]} entries do not fit {self.room}: trace fewer rounds")
+        found = np.empty(int(header[0]), ENTRY)
+        if len(found):
+            source = driver.CUdeviceptr(self._arena["trace"] + HEADER)
+            check(driver.cuMemcpyDtoH(found.ctypes.data, source, found.nbytes))
+        return found
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+@dataclass(frozen=True)
+class Span:
+    """One launch, nanoseconds: begin and end of its first and last block; `resumed` when the first block had waited
+    for the predecessor, `last_begin` when the last block came to a multiprocessor. waiting: when the first block that
+    waited began to."""
+
+    label: str
+    layer: int
+    begin: int
+    last_begin: int
+    waiting: int
+    resumed: int
+    end: int
+    blocks: int
+
+
+def spans(entries: NDArray[np.void], labels: tuple[str, ...]) -> list[Span]:
+    """Entries as launches, in order. Launches of one label and layer must not overlap, as in a round they don't."""
+    found = []
+    keys = np.unique(entries[["kernel", "layer"]])
+    for key in keys:
+        own = entries[(entries["kernel"] == key["kernel"]) & (entries["layer"] == key["layer"])]
+        own = own[np.argsort(own["begin"], kind="stable")]
+        ends = np.maximum.accumulate(own["end"])
+        starts = [0, *(np.flatnonzero(own["begin"][1:] > ends[:-1]) + 1), len(own)]
+        for first, last in pairwise(starts):
+            part = own[first:last]
+            waited = part[part["resumed"] > 0]
+            resumed = int(waited["resumed"].min()) if len(waited) else int(part["begin"].min())
+            found.append(
+                Span(
+                    labels[int(key["kernel"])],
+                    int(key["layer"]),
+                    int(part["begin"].min()),
+                    int(part["begin"].max()),
+                    int(waited["waiting"].min()) if len(waited) else resumed,
+                    resumed,
+                    int(part["end"].max()),
+                    len(part),
+                )
+            )
+    return sorted(found, key=lambda span: (span.begin, span.end))
