@@ -54,23 +54,22 @@ def chrome(found: Sequence[Span], blocks: Sequence[dict[str, Any]] = ()) -> dict
         {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": label}}
         for i, label in enumerate(threads)
     ]
+    before = "nothing"
     for span in found:
         where = "draft" if span.layer == DRAFT else f"layer {span.layer}"
-        common = {
-            "ph": "X",
-            "pid": 0,
-            "tid": threads.index(span.label),
-            "args": {"layer": where, "blocks": span.blocks},
-        }
-        if span.resumed > span.begin:
-            name = f"{span.label} before its predecessor's end"
-            events.append(
-                {**common, "name": name, "ts": (span.begin - start) / 1e3, "dur": (span.resumed - span.begin) / 1e3}
-            )
-        name = f"{span.label}, {where}"
-        events.append(
-            {**common, "name": name, "ts": (span.resumed - start) / 1e3, "dur": (span.end - span.resumed) / 1e3}
-        )
+        about = {"layer": where, "blocks": span.blocks, "waits for": before}
+        common = {"ph": "X", "pid": 0, "tid": threads.index(span.label), "args": about}
+        parts = [
+            (f"{span.label} prologue", span.begin, span.waiting),
+            (f"{span.label} waits for {before}", span.waiting, span.resumed),
+            (f"{span.label}, {where}", span.resumed, span.end),
+        ]
+        events += [
+            {**common, "name": name, "ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
+            for name, begin, end in parts
+            if end > begin
+        ]
+        before = f"{span.label}, {where}"
     return {"displayTimeUnit": "ns", "traceEvents": [*events, *blocks]}
 
 
@@ -100,24 +99,30 @@ def draw(found: Sequence[Span], title: str, layers: Sequence[int], path: Path) -
     chosen = [span for span in found if span.layer in layers]
     parts = [("the round", found), (f"layers {', '.join(map(str, layers))}", chosen)]
     last = [span for span in found if span.layer == DRAFT]
-    if last:
-        starts = [i for i, span in enumerate(last) if span.label == "eh_proj"]
+    starts = [i for i, span in enumerate(last) if span.label == "eh_proj"]
+    if starts:
         parts.append(("a draft depth", last[starts[-1] :]))
     figure, axes = pyplot.subplots(len(parts), 1, figsize=(18, 3.6 * len(parts)), layout="constrained")
     for axis, (name, part) in zip(axes, parts, strict=True):
         labels = list(dict.fromkeys(span.label for span in part))
         for span in part:
             row, colour = labels.index(span.label), COLOURS.get(span.label, "#444444")
-            early = (span.resumed - span.begin) / 1e3
-            axis.barh(row, early, left=(span.begin - start) / 1e3, height=0.8, color=colour, alpha=0.3, linewidth=0)
-            work = (span.end - span.resumed) / 1e3
-            axis.barh(row, work, left=(span.resumed - start) / 1e3, height=0.8, color=colour, linewidth=0)
+            for begin, end, alpha in (
+                (span.begin, span.waiting, 0.5),
+                (span.waiting, span.resumed, 0.2),
+                (span.resumed, span.end, 1.0),
+            ):
+                left, width = (begin - start) / 1e3, (end - begin) / 1e3
+                axis.barh(row, width, left=left, height=0.8, color=colour, alpha=alpha, linewidth=0)
             if len(part) < 60:
+                work = (span.end - span.resumed) / 1e3
                 axis.text((span.resumed - start) / 1e3, row, f" {work:.1f}", va="center", fontsize=7)
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
         axis.invert_yaxis()
         axis.set_xlabel("µs")
-        axis.set_title(f"{title}: {name} (pale: before the predecessor's results)", fontsize=9, loc="left")
+        axis.set_title(
+            f"{title}: {name} (half: before the predecessor's results; pale: waiting for them)", fontsize=9, loc="left"
+        )
         axis.grid(axis="x", alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
