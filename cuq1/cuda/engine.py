@@ -250,11 +250,15 @@ class CudaEngine(SequenceEngine):
     def _end_chain(self) -> None:
         """Ends what the device is doing. Rounds that nobody has read are taken back: the rings still hold what was."""
         loop = self._loop
-        if loop is None:
+        if loop is None or not loop.running:
             return
         while (record := loop.drain()) is not None:
             self._count(record, self.max_drafts)
         self._forget(self._done - (len(self._tokens) - 1))
+        if self._runtime.drop_faults():
+            tokens = self._tokens
+            self._reset()  # what is computed next starts from empty caches
+            self._tokens = tokens
 
     def score(self, ids: Sequence[int]) -> F32:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].

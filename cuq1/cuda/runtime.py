@@ -121,6 +121,14 @@ class Runtime:
         """Raises what kernels have reported so far."""
         self._raise_fault(None)
 
+    def drop_faults(self) -> bool:
+        """Whether kernels have reported anything, which is then forgotten; what they wrote is not to be used."""
+        if self._fault.read() is None:
+            return False
+        self._fault.clear()
+        self.poisoned = True
+        return True
+
     def check_alive(self) -> None:
         """Raises DeviceError once the GPU has stopped answering: a call to its driver would then never return."""
         if self.lost:
