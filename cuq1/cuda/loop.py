@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ctypes import addressof, memmove, sizeof
 
 from cuq1.cuda import abi, graph
+from cuq1.cuda.abandon import let_go
 from cuq1.cuda.execute import Program
 from cuq1.cuda.log import ResultLog, describe
 from cuq1.cuda.memory import Mapped
@@ -150,6 +151,7 @@ class DeviceLoop:
                     f"a decode round did not end within {self.timeout:g} s: {describe(self._last)}; the GPU's memory "
                     "is given back when this process ends"
                 )
+                let_go()
                 self._runtime.check_alive()
             time.sleep(POLL)
 

@@ -1,6 +1,8 @@
 """The decode loop's host side: the log's reader, and the loop against a device that is played here."""
 
 import ctypes
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from cuq1.cuda.loop import DeviceLoop
 from cuq1.errors import DeviceError
 from cuq1.models import loop as plans
 from tests.kernels.twins import control
+from tests.paths import ROOT
 
 
 class Ring:
@@ -106,6 +109,7 @@ class Device:
             wait=lambda: None,
         )
         monkeypatch.setattr(module, "Mapped", Memory)
+        monkeypatch.setattr(module, "let_go", lambda: self.launched.append("let go"))
         monkeypatch.setattr(module, "POLL", 0)
         monkeypatch.setattr(module, "_QUERY", 1)
         for name in ("first_of", "round_of", "depth_of"):
@@ -335,7 +339,29 @@ def test_a_stalled_round_is_an_error_with_the_last_record(monkeypatch):
     with pytest.raises(DeviceError, match=r"did not end within 0\.2 s: the last record is round 1: 8 rows, 3 of 7"):
         device.read()
     assert device.runtime.lost
+    assert device.launched[-1] == "let go"
     assert not device.made.running
+
+
+ENDING = """
+import ctypes, sys
+from cuq1.cuda.abandon import let_go
+libc = ctypes.CDLL(None)
+libc.on_exit(ctypes.cast(libc.pause, ctypes.c_void_p), None)  # as a driver that waits for its GPU
+if len(sys.argv) > 1:
+    let_go()
+print("done")
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="needs glibc")
+def test_a_process_ends_though_its_driver_waits():
+    command = [sys.executable, "-c", ENDING]
+    done = subprocess.run([*command, "let go"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
+    with pytest.raises(subprocess.TimeoutExpired):  # the control
+        subprocess.run(command, capture_output=True, cwd=ROOT, timeout=2, check=False)
 
 
 def test_a_chain_that_ends_without_a_reason_is_an_error(monkeypatch):
