@@ -1,12 +1,13 @@
 """Hold the decode loop that the device runs against the one that the host steps, on nano.
 
-    python -m tools.check_loop [equal ends gap drafting distribution million stall] [--log] ...
+    python -m tools.check_loop [equal ends gap drafting threshold distribution million stall] [--log] ...
 
 equal: the same tokens, records, reasons and caches, bit for bit, over mixed requests. ends: budgets, stop tokens at
 every place, the context's end, cancellation. gap: from a round's last kernel to the next one's first, by the GPU's
 clock, of both loops. drafting: time per token with the stop rule against the best fixed depth, paired, and what ran at
-each depth. distribution: sampled tokens against exact probabilities, with wrong rules as the control. million: a
-million tokens in requests of random length. stall: a round that never ends.
+each depth. threshold: the same under other thresholds of the rule. distribution: sampled tokens against exact
+probabilities, with wrong rules as the control. million: a million tokens in requests of random length. stall: a round
+that never ends.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from tools.bench import NANO, ROOT, append_row, at_least_one, nano
 from tools.check_distribution import FALSE_ALARM, p_values
 from tools.tracing import Span, Tracer, spans
 
-HELD_OUT = 2  # seed of the prompts that tools/fit_depth.py did not train on
+FITTED, HELD_OUT = 1, 2  # seeds of the prompts that tools/fit_depth.py trained on, and did not
 Report = dict[str, Any]
 
 
@@ -223,6 +224,19 @@ def timed(engine: CudaEngine, ids: Sequence[int], params: DecodeParams) -> tuple
     return time.perf_counter() - start, count
 
 
+def chat(seed: int, number: int, draft: Any) -> DecodeParams:
+    """As tools/fit_depth.py asks: greedy for every fourth prompt."""
+    return DecodeParams(
+        temperature=0.0 if number % 4 == 0 else 1.0,
+        top_k=20,
+        top_p=0.95,
+        seed=1000 * seed + number,
+        max_tokens=200,
+        stop_tokens=(0,),
+        draft=draft,
+    )
+
+
 def check_drafting(options: argparse.Namespace) -> Report:
     """Time per token with the stop rule and at each fixed depth, alternating, on held-out prompts."""
     prompts = nano()[2](18, HELD_OUT)
@@ -234,16 +248,7 @@ def check_drafting(options: argparse.Namespace) -> Report:
             for i, ids in enumerate(prompts):
                 order = arms[(i + seed) % len(arms) :] + arms[: (i + seed) % len(arms)]
                 for arm in order:
-                    params = DecodeParams(
-                        temperature=0.0 if i % 4 == 0 else 1.0,
-                        top_k=20,
-                        top_p=0.95,
-                        seed=1000 * seed + i,
-                        max_tokens=200,
-                        stop_tokens=(0,),
-                        draft=arm,
-                    )
-                    seconds, count = timed(engine, ids, params)
+                    seconds, count = timed(engine, ids, chat(seed, i, arm))
                     spent[arm] += seconds
                     tokens[arm] += count
             for arm in arms:
@@ -263,6 +268,24 @@ def check_drafting(options: argparse.Namespace) -> Report:
         "skipped": check_skipped(),
         "failed": int(statistics.mean(gains) < 2 * error),
     }
+
+
+def check_threshold(options: argparse.Namespace) -> Report:
+    """Time per token under several thresholds of the stop rule, on the prompts that its weights were fitted on."""
+    prompts = nano()[2](18, FITTED)
+    each: dict[float, list[float]] = {}
+    with opened("device") as engine:
+        rule = engine._runtime._rule
+        for seed in range(options.seeds):
+            for threshold in (0.1, 0.18, 0.26, 0.34, 0.42, 0.5, 0.58, 0.66):
+                engine._runtime._rule = replace(rule, threshold=threshold)
+                spent, tokens = 0.0, 0
+                for i, ids in enumerate(prompts):
+                    seconds, count = timed(engine, ids, chat(seed, i, "auto"))
+                    spent, tokens = spent + seconds, tokens + count
+                each.setdefault(threshold, []).append(1e6 * spent / tokens)
+    means = {threshold: round(statistics.mean(values), 2) for threshold, values in each.items()}
+    return {"seeds": options.seeds, "shipped": round(rule.threshold, 3), "us_per_token": means, "failed": 0}
 
 
 def check_skipped() -> Report:
@@ -409,6 +432,7 @@ CHECKS: dict[str, Callable[[argparse.Namespace], Report]] = {
     "ends": check_ends,
     "gap": check_gap,
     "drafting": check_drafting,
+    "threshold": check_threshold,
     "distribution": check_distribution,
     "million": check_million,
     "stall": check_stall,

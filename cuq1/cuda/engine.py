@@ -8,6 +8,7 @@ host, a step at a time.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
+from cuq1.models.loop import draft_threshold
 from cuq1.models.prefill import CHUNK
 from cuq1.plan.dims import MAX_TOP_K, ROWS
 from cuq1.plan.types import Defines
@@ -85,9 +87,10 @@ class CudaEngine(SequenceEngine):
             fp8_activations=activations == "fp8",
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
-        self._runtime = Runtime(self._model, weights, depth_rule or default_rule(), progress, defines)
+        rule = depth_rule or replace(default_rule(), threshold=draft_threshold(self._model))
+        self._runtime = Runtime(self._model, weights, rule, progress, defines)
         self._prefill = Prefill(self._runtime)
-        self._host = HostSampler(self._runtime, depth_rule or default_rule())
+        self._host = HostSampler(self._runtime, rule)
         self._loop: DeviceLoop | None = None
         self._following = False  # what changes is the count of what the device has done
         rings = [layer for layer in self._model.all_layers if layer.sliding]

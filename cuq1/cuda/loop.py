@@ -6,8 +6,9 @@ the host launches it again: no kernel ever spins for a reader, and no record is 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, memmove, sizeof
+from functools import partial
 
 from cuq1.cuda import abi, graph
 from cuq1.cuda.abandon import let_go
@@ -27,7 +28,8 @@ UNBOUNDED = 1 << 30
 _QUERY = 40  # looks at the log between two at the stream
 
 _SHORT, _DEPTHS = ROWS + 1, 2 * (ROWS + 1)  # places in abi.Loop.graphs
-_Key = tuple[str, int, bool]  # ("round", rows, short), ("first", most, False) or ("depth", depth, False)
+# ("round", rows, draft depths within, short), ("first", 0, draft depths within, _) or ("depth", 0, depth, _)
+_Key = tuple[str, int, int, bool]
 
 
 class DeviceLoop:
@@ -49,7 +51,8 @@ class DeviceLoop:
         self._paused: abi.Record | None = None
         self._last: abi.Record | None = None
         self.resumed = 0  # times that the reader was behind
-        self.prepare(most)
+        self._made = 0  # draft depths in the graphs of the running request's rounds
+        self.prepare(most, auto=True)
 
     def close(self) -> None:
         """Frees graphs and host memory; no chain may be running."""
@@ -69,21 +72,22 @@ class DeviceLoop:
     def _long(self) -> bool:
         return self._runtime.model.capacity > self._runtime.model.short_context
 
-    def prepare(self, most: int) -> None:
-        """Captures and uploads what requests with at most `most` drafts a round launch, where that is not done."""
+    def prepare(self, most: int, *, auto: bool) -> None:
+        """Captures and uploads what requests with at most `most` drafts a round launch, where that is not done.
+
+        auto: the stop rule chooses how many; else it is always `most`.
+        """
         model = self._runtime.model
-        wanted: dict[_Key, Plan] = {}
-        if ("first", most, False) not in self._graphs:
-            wanted["first", most, False] = plans.first_of(model, most)
-        for rows in plans.rows_for(most):
+        made = plans.depths_within(most, auto=auto)
+        wanted: dict[_Key, Callable[[], Plan]] = {("first", 0, made, False): lambda: plans.first_of(model, made)}
+        for rows in plans.rows_for(most, auto=auto):
             for short in self._lengths:
-                if ("round", rows, short) not in self._graphs:
-                    wanted["round", rows, short] = plans.round_of(model, rows, most, short=short)
-        for depth in range(plans.depths_within(most), most):
-            if ("depth", depth, False) not in self._graphs:
-                wanted["depth", depth, False] = plans.depth_of(model, depth)
+                wanted["round", rows, made, short] = partial(plans.round_of, model, rows, made, short=short)
+        for depth in range(made, most):
+            wanted["depth", 0, depth, False] = partial(plans.depth_of, model, depth)
         for key, plan in wanted.items():
-            self._graphs[key] = self._capture(self._runtime.program(plan))
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(self._runtime.program(plan()))
 
     def _capture(self, program: Program) -> graph.Graph:
         stream = self._runtime.stream
@@ -93,15 +97,15 @@ class DeviceLoop:
         ready.upload(stream)
         return ready
 
-    def _table(self) -> list[int]:
+    def _table(self, made: int) -> list[int]:
         """Graphs as abi.Loop.graphs holds them; a length that cannot occur has the other's."""
         table = [0] * abi.GRAPHS
         for rows in range(1, ROWS + 1):
-            found = [self._graphs.get(("round", rows, short)) for short in (False, True)]
+            found = [self._graphs.get(("round", rows, made, short)) for short in (False, True)]
             for place, ready in zip((0, _SHORT), (found[0] or found[1], found[1] or found[0]), strict=True):
                 table[place + rows] = 0 if ready is None else ready.handle
         for depth in range(MAX_DRAFTS):
-            ready = self._graphs.get(("depth", depth, False))
+            ready = self._graphs.get(("depth", 0, depth, False))
             table[_DEPTHS + depth] = 0 if ready is None else ready.handle
         return table
 
@@ -111,10 +115,11 @@ class DeviceLoop:
         state: from Runtime.request. budget: tokens to commit at the most; stops: at most MAX_STOPS tokens that end the
         request; taken: the sequence's length; room: how many positions the device may reach beyond what was taken.
         """
-        most = state.draft_limit
-        self.prepare(most)
+        most, auto = state.draft_limit, bool(state.auto_depth)
+        self.prepare(most, auto=auto)
+        self._made = plans.depths_within(most, auto=auto)
         loop = abi.Loop()
-        for place, handle in enumerate(self._table()):
+        for place, handle in enumerate(self._table(self._made)):
             loop.graphs[place] = handle
         for place in range(abi.MAX_STOPS):
             loop.stops[place] = stops[place] if place < len(stops) else -1
@@ -126,7 +131,7 @@ class DeviceLoop:
         self.log.begin(taken)
         self._last = self._paused = None
         self.running = True
-        self._graphs["first", most, False].launch(self._runtime.stream)
+        self._graphs["first", 0, self._made, False].launch(self._runtime.stream)
 
     def next(self) -> abi.Record:
         """Waits for the next record. Raises DeviceError where it does not come in time, or the GPU failed."""
@@ -178,7 +183,7 @@ class DeviceLoop:
         self._paused = None
         self.resumed += 1
         short = record.done + ROWS <= self._runtime.model.short_context and True in self._lengths
-        key = ("round", record.next_rows, short or not self._long)
+        key = ("round", record.next_rows, self._made, short or not self._long)
         self._graphs[key].launch(self._runtime.stream)
 
     def drain(self) -> abi.Record | None:

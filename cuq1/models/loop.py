@@ -1,11 +1,12 @@
 """The decode loop's graphs as plans: what one launch of each computes, its end decided by a control kernel.
 
-A round verifies 1 to 8 rows and holds the first draft depths; each further depth has a graph of its own, so that a
-depth that is not worth its cost runs no kernel. `most` is the most drafts that a request makes in a round:
+A round verifies 1 to 8 rows and holds draft depths. Where the stop rule chooses, these are the first three; each
+further depth has a graph of its own, so that one that is not worth its cost runs no kernel. `most` is the most drafts
+that a request makes in a round:
 
-    most 0          one row; the draft's cache takes in what was committed
-    most 1, 2       most + 1 rows, `most` depths in the round's graph
-    most 3 .. 7     4 .. most + 1 rows, three depths in the round's graph, up to most - 3 after it
+    none            one row; the draft's cache takes in what was committed
+    a fixed number  most + 1 rows, `most` depths in the round's graph, as a launch of a graph costs some microseconds
+    automatic       4 .. most + 1 rows, three depths in the round's graph, up to most - 3 after it
 """
 
 from ctypes import sizeof
@@ -18,6 +19,9 @@ from cuq1.plan.dims import DRAFT, ROWS
 from cuq1.plan.types import Buffer, Launch, Plan, Ref
 from cuq1.sampling.params import MIN_AUTO_DRAFTS
 
+# What a launch and a graph's start cost besides bytes, the read bandwidth, and tokens that a round commits.
+LAUNCH_US, GRAPH_US, BYTES_PER_US, TOKENS = 2.0, 3.0, 4.4e6, 3.0
+
 MIRROR = Buffer("mirror", (sizeof(abi.Mirror),), "uint8", sizeof(abi.Mirror))  # host memory
 
 
@@ -29,25 +33,40 @@ def working_buffers() -> list[Buffer]:
     ]
 
 
-def depths_within(most: int) -> int:
+def depths_within(most: int, *, auto: bool) -> int:
     """Draft depths in the graph of a round."""
-    return min(most, MIN_AUTO_DRAFTS)
+    return min(most, MIN_AUTO_DRAFTS) if auto else most
 
 
-def rows_for(most: int) -> range:
+def rows_for(most: int, *, auto: bool) -> range:
     """Rows that a round of such a request may have."""
-    return range(depths_within(most) + 1, most + 2)
+    return range(depths_within(most, auto=auto) + 1, most + 2)
 
 
-def first_of(model: Model, most: int) -> Plan:
-    """A request's first token from the logits' row 0, and the first draft depths."""
-    made = depths_within(most)
+def draft_threshold(model: Model) -> float:
+    """The least probability of being committed at which a further draft pays on this GPU.
+
+    The time of a depth over the time per token, as launches and bytes make it: the same for every request, so that a
+    seed gives the same tokens again. An H200 is meant; what counts is the ratio.
+    """
+
+    def microseconds(plan: Plan) -> float:
+        return GRAPH_US + LAUNCH_US * len(plan.launches) + plan.read_bytes() / BYTES_PER_US
+
+    if model.draft is None:
+        return 1.0
+    made = MIN_AUTO_DRAFTS
+    once = microseconds(decode.round_of(model, ROWS, made, distinct=TOKENS * model.dims.top_k))
+    return min(1.0, microseconds(depth_of(model, made)) / (once / TOKENS))
+
+
+def first_of(model: Model, made: int) -> Plan:
+    """A request's first token from the logits' row 0, and `made` draft depths."""
     return _controlled(model, decode.first_of(model, made), made, first=True)
 
 
-def round_of(model: Model, rows: int, most: int, *, short: bool) -> Plan:
-    """A round up to the first draft depths. short: as in decode.round_of."""
-    made = depths_within(most)
+def round_of(model: Model, rows: int, made: int, *, short: bool) -> Plan:
+    """A round up to draft depth `made`. short: as in decode.round_of."""
     plan = decode.round_of(model, rows, made, short=short)
     return _controlled(model, plan, made, first=True)
 

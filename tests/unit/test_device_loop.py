@@ -77,10 +77,12 @@ def test_numbers_wrap():
 
 
 def test_rows_and_depths_of_requests():
-    assert [list(plans.rows_for(most)) for most in range(8)] == [
+    assert [list(plans.rows_for(most, auto=True)) for most in range(8)] == [
         [1], [2], [3], [4], [4, 5], [4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7, 8],
     ]  # fmt: skip
-    assert [plans.depths_within(most) for most in range(8)] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert [plans.depths_within(most, auto=True) for most in range(8)] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert [list(plans.rows_for(most, auto=False)) for most in range(8)] == [[rows] for rows in range(1, 9)]
+    assert [plans.depths_within(most, auto=False) for most in range(8)] == list(range(8))
 
 
 class Device:
@@ -90,8 +92,8 @@ class Device:
     look of the host, as a device does that runs beside it (None: as many as go).
     """
 
-    def __init__(self, monkeypatch, drafts=7, accept=3, per_look=None):
-        self.drafts, self.accept, self.per_look = drafts, accept, per_look
+    def __init__(self, monkeypatch, drafts=7, accept=3, per_look=None, auto=True):
+        self.drafts, self.accept, self.per_look, self.auto = drafts, accept, per_look, auto
         self.state, self.loop = abi.State(), abi.Loop()
         self.launched = []
         self.current = None
@@ -164,7 +166,7 @@ class Device:
         limit = state.draft_limit
         for depth in range(abi.ROWS):
             state.depth_rows[depth] = int(depth < limit)
-        made = plans.depths_within(limit)
+        made = plans.depths_within(limit, auto=bool(state.auto_depth))
         state.drafts = made
         following, record = control.decide(self.loop, state, self.mirror, made, self.fault, self.refused)
         while record is None:
@@ -177,6 +179,7 @@ class Device:
     def start(self, budget=100, stops=(), taken=10, room=64, limit=None):
         state = abi.State()
         state.draft_limit, state.done = self.drafts if limit is None else limit, taken
+        state.auto_depth = int(self.auto)
         self.made.start(state, budget, stops, taken, room)
 
     def read(self, most=10_000):
@@ -237,10 +240,11 @@ class Played:
         self.closed = True
 
 
+@pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("per_look", [None, 1, 3])
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 7])
-def test_a_request_runs_to_its_budget(monkeypatch, drafts, per_look):
-    device = Device(monkeypatch, drafts=drafts, per_look=per_look)
+def test_a_request_runs_to_its_budget(monkeypatch, drafts, per_look, auto):
+    device = Device(monkeypatch, drafts=drafts, per_look=per_look, auto=auto)
     for budget in (1, 2, 7, 8, 9, 100, 700):
         device.start(budget=budget)
         assert device.read() == (list(range(10, 10 + budget)), abi.END_LENGTH)
@@ -324,7 +328,7 @@ def test_rounds_are_of_the_context_they_are_in(monkeypatch):
     device.read()
     for key in device.launched[1:]:
         assert key[0] == "round"
-    shorts = [key[2] for key in device.launched[1:]]
+    shorts = [key[3] for key in device.launched[1:]]
     assert shorts == sorted(shorts, reverse=True)
     assert {True, False} == set(shorts)
 
@@ -393,9 +397,12 @@ def test_graphs_are_made_once_and_closed(monkeypatch):
     loop = device.made
     graphs = list(loop._graphs.values())
     assert len(graphs) == 1 + 2 * 5 + 4
-    loop.prepare(7)
-    loop.prepare(5)
-    assert len(loop._graphs) == len(graphs) + 1  # the first token's, with as many depths
+    loop.prepare(7, auto=True)
+    loop.prepare(5, auto=True)
+    loop.prepare(3, auto=False)  # as with the stop rule
+    assert len(loop._graphs) == len(graphs)
+    loop.prepare(5, auto=False)
+    assert len(loop._graphs) == len(graphs) + 3
     loop.close()
     assert all(ready.closed for ready in graphs)
 
