@@ -61,7 +61,7 @@ class CudaEngine(SequenceEngine):
         depth_rule: DepthRule | None = None,
         activations: Activations = "f16",
         capacity: int | None = None,
-        loop: LoopKind = "host",
+        loop: LoopKind = "device",
         timeout: float = TIMEOUT,
         defines: Mapping[str, Defines] | None = None,
     ) -> None:
