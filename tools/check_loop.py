@@ -30,6 +30,7 @@ from cuq1.cuda import abi
 from cuq1.cuda.driver import bindings, check, open_device, require
 from cuq1.cuda.engine import CudaEngine
 from cuq1.cuda.execute import Program
+from cuq1.cuda.loop import UNBOUNDED
 from cuq1.cuda.runtime import Runtime
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import DRAFT
@@ -40,6 +41,7 @@ from tools.check_distribution import FALSE_ALARM, p_values
 from tools.tracing import Span, Tracer, spans
 
 FITTED, HELD_OUT = 1, 2  # seeds of the prompts that tools/fit_depth.py trained on, and did not
+CROSSING = 1000  # times a prompt, to have more tokens than any short context
 Report = dict[str, Any]
 
 
@@ -96,6 +98,8 @@ def check_equal(options: argparse.Namespace) -> Report:
         held = caches(host), caches(device)
         for number in range(options.requests):
             ids, params = prompts[number % len(prompts)], mixed(number, rng)
+            if number % 20 == 7:  # from the kernels for short contexts to the others, within the request
+                ids = (ids * CROSSING)[: host._model.short_context - 1 - int(rng.integers(60))]
             if number % 2:  # with stop tokens: one that is not there, and one that is
                 whole, _ = finished(host, ids, params)
                 finished(device, ids, params)
@@ -157,21 +161,46 @@ def check_ends(options: argparse.Namespace) -> Report:
                 start += len(step)
             long = (ids * (1024 // len(ids) + 1))[: 1024 - 5 - seed]  # the context ends within a round
             hold("context", long, replace(base, max_tokens=1_000_000), "length", 5 + seed)
-            # A million tokens, cancelled: what was read stays, and the next request is as if nothing had been.
-            after: list[Any] = []
-            for engine in (host, device):
-                engine.rewind(0)
-                engine.prefill(ids)
-                stream = engine.decode(replace(base, max_tokens=1_000_000, draft=(2, "auto", 7)[seed % 3]))
-                read = [token for _ in range(3 + seed) for token in next(stream)]
-                begin = time.perf_counter()
-                stream.close()
-                waited.append(time.perf_counter() - begin)
-                after.append((read, engine.tokens, stream.finish_reason))
-                after[-1] += (list(engine.decode(replace(base, seed=99, max_tokens=40))), engine.tokens)
-            if after[0] != after[1] or after[1][1] != (*ids, *after[1][0]):
-                wrong.append("cancelled")
-    return {"wrong": wrong, "cancelling_ms": round(1e3 * max(waited), 3), "failed": len(wrong)}
+            # A million tokens, cancelled: what was read stays, and the next request is as if nothing had been. Also
+            # where the rings have wrapped, and the device is as far ahead as it may be.
+            for prompt in (ids, (ids * 40)[: 600 + seed]):
+                asked = replace(base, max_tokens=1_000_000, draft=(2, "auto", 7)[seed % 3])
+                expected = cancelled(host, prompt, asked)
+                got = cancelled(device, prompt, asked, waited)
+                if expected != got or got[1] != (*prompt, *got[0]):
+                    wrong.append(f"cancelled after {len(prompt)}")
+        # The control: a device that runs further ahead than the rings can take back.
+        device._room = UNBOUNDED
+        prompt = (prompts[0] * 40)[:600]
+        asked = DecodeParams(temperature=1.0, top_k=20, seed=1, max_tokens=1_000_000, draft=7)
+        noticed = cancelled(device, prompt, asked, waited) != cancelled(host, prompt, asked)
+    return {
+        "wrong": wrong,
+        "cancelling_ms": round(1e3 * max(waited), 3),
+        "control_noticed": noticed,
+        "failed": len(wrong) + int(not noticed),
+    }
+
+
+def cancelled(
+    engine: CudaEngine, ids: Sequence[int], params: DecodeParams, waited: list[float] | None = None
+) -> tuple[Any, ...]:
+    """What was read of a request that was cancelled, the sequence then, and what another request adds to it.
+
+    waited: takes the seconds that cancelling took.
+    """
+    engine.rewind(0)
+    engine.prefill(ids)
+    stream = engine.decode(params)
+    read = [token for _ in range(5) for token in next(stream)]
+    time.sleep(0.01)
+    begin = time.perf_counter()
+    stream.close()
+    if waited is not None:
+        waited.append(time.perf_counter() - begin)
+    held = engine.tokens
+    following = list(engine.decode(DecodeParams(temperature=1.0, top_k=20, seed=99, max_tokens=40)))
+    return read, held, stream.finish_reason, following, engine.tokens
 
 
 @contextmanager
