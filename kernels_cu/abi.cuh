@@ -92,7 +92,13 @@ struct QkvArgs {
     f16* k_cache;            // [KV_HEADS][slots / 64][64][HEAD_DIM], swizzled (see common/kv.cuh)
     f16* v_cache;
     int slots;               // position p lies in slot p % slots
-    int reserved;
+    float entry_scale;
+    // Where the kernel has pieces, it does the norm before the projection: x = base + entry_scale * (their sum).
+    const float* base;       // [rows][HIDDEN], written two launches ago or more; null where x is the sum
+    const float* pieces;     // [ENTRY_PIECES][ROWS][HIDDEN]
+    const float* norm;       // [HIDDEN]
+    float* residual;         // [rows][HIDDEN]: x * norm where inverse is given, else x
+    float* inverse;          // [rows], 1 / rms(x): residual times that is rms(x, norm); or null
 };
 
 // One split of the sequence, for all rows and heads of a KV head.
@@ -114,6 +120,25 @@ struct AttentionArgs {
     float scale;
     int written;             // rows of `positions` whose keys and values the predecessor writes: `rows`, or ROWS at the
     int reserved;            // draft's depth 0, where older rows than the one that is computed are settled
+};
+
+// Attention of a short extent, all splits of it and the sink together.
+struct ShortAttentionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* q;            // [rows][Q_HEADS][HEAD_DIM]
+    const f16* k_cache;
+    const f16* v_cache;
+    const int* positions;    // [rows]
+    const float* sink_k;     // [KV_HEADS][HEAD_DIM]
+    float* attended32;       // [rows][Q_HEADS * HEAD_DIM]
+    f16* attended;           // the same, rounded
+    int slots;
+    int window;
+    int written;             // as AttentionArgs
+    float scale;
 };
 
 struct CombineArgs {
@@ -153,6 +178,7 @@ struct OProjArgs {
     float* router_residual;  // [rows][EXPERTS], fold's second part times residual's slice
     int slice_start;
     int reserved;
+    const float* inverse;    // [rows], multiplies residual; written with it; or null
 };
 
 // o summed over ranks -> attn_out_norm -> residual -> feed_forward_norm -> routing.
@@ -178,6 +204,7 @@ struct AttnTailArgs {
     int ranks;
     float attn_scale;
     float* normed32;               // [rows][HIDDEN], rms(h, ffn_norm) for a router that is not folded, or null
+    const float* inverse;          // [rows], multiplies residual; written with it; or null
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by

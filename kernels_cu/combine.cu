@@ -42,6 +42,7 @@ __device__ __forceinline__ void copy_async_or_zeros(void* shared, const void* gl
 extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_constant__ CombineArgs a) {
     __shared__ float4 out[OWN][THREADS];  // each thread reads what it copied itself
     __shared__ float4 parts[WARPS][PART_LANES];
+    pdl_trigger();  // at once: o_proj's prologue reads weights, and what qkv wrote
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int mine = threadIdx.x / PART_LANES, part_lane = threadIdx.x % PART_LANES;
     const int head = blockIdx.x, kv_head = head / GROUP, row = blockIdx.y, first_dim = blockIdx.z * PART;
@@ -49,7 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_co
     const float4 sink = *reinterpret_cast<const float4*>(a.sink_k + kv_head * HEAD_DIM + lane * 4);
     const int active = pass.rows > 0 ? kv_extent(pass.low, pass.high, a.window, a.splits).active : 0;
     pdl_wait();
-    pdl_trigger();
     if (row >= pass.rows) return;
 
     const int m = row * GROUP + head % GROUP;

@@ -11,7 +11,8 @@
 // that takes nearly all of its shared memory, so that what is in flight covers both the latency and the last tiles,
 // which not every block has: the blocks that do have them then draw on the whole memory's bandwidth. The ring fills
 // while the predecessor still runs. A warp always has the same columns of K, so its activations stay in registers;
-// the eight partial sums of a tile meet once a tile in shared memory.
+// the eight partial sums of a tile meet once a tile in shared memory. L2 is to give these weights up first, so that what
+// other launches left there survives; but KEPT sixteenths last, which the draft's next depth then finds.
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/mma.cuh"
@@ -38,12 +39,14 @@ __device__ __forceinline__ int load_live(const LmHeadArgs& a) {
 __device__ void copy_tiles(const LmHeadArgs& a, uint8_t* ring, uint64_t* full, uint64_t* empty) {
     const int tiles = max_int(0, div_up(TILES - int(blockIdx.x), int(gridDim.x)));
     const int stages = tiles * TILE_STAGES;
+    const uint64_t first = evict_first(), last = evict_last();
     const auto copy = [&](int stage) {
         const int tile = blockIdx.x + stage / TILE_STAGES * gridDim.x;
         const int64_t from = (int64_t(tile) * TILE_STAGES + stage % TILE_STAGES) * STAGE_BYTES;
         const int slot = stage % STAGES;
         barrier_expect(&full[slot], STAGE_BYTES);
-        bulk_load(ring + slot * STAGE_BYTES, a.weights + from, STAGE_BYTES, &full[slot]);
+        bulk_load(ring + slot * STAGE_BYTES, a.weights + from, STAGE_BYTES, &full[slot],
+                  stage * 7 % 16 < KEPT ? last : first);
     };
     const int early = load_live(a) <= 0 ? 0 : min_int(stages, STAGES);  // a peek; see PRECOND
     for (int stage = 0; stage < early; ++stage) copy(stage);

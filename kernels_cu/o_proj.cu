@@ -2,7 +2,8 @@
 //
 // PRECOND: grid ROUTER_BLOCKS + HIDDEN / 16 / TILES, block THREADS, BLOCKS of them a multiprocessor; all pointers
 // 16-byte aligned. Waits on combine (attended, attended32). Before that it reads weights, scales and fold, and
-// `residual`, which a tail wrote four launches ago: the router's share of it is complete when the wait ends.
+// `residual` with `inverse`, which qkv or a launch before it wrote: the router's share of it is complete when the wait
+// ends.
 // Reads weights and fold once (2.4 and 1.2 MB at 6 heads, hidden 3072, 256 experts), activations once a block; writes
 // rows of out, router_attended and router_residual.
 //
@@ -116,7 +117,6 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
     }
 
     pdl_wait();
-    pdl_trigger();
 
     const int rows = rows_of(a);  // on its way beside the tokens
     fetch.run();
@@ -164,6 +164,11 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
 #pragma unroll
         for (int j = 0; j < SINGLES; ++j) residual[token][j] = load_l2_float(x + j * WARP);
     }
+    // Of what a lane will have of the residual's logits. Loaded whether it counts or not, as in rows_of().
+    const int logit = lane / (WARP / LOGITS);  // what a lane holds of a warp's sums; the first of its group stores it
+    const int token_of = first_token + logit / ROUTER_EXPERTS, expert_of = logit % ROUTER_EXPERTS;
+    const float* const inverse = a.inverse != nullptr ? a.inverse : a.residual;
+    const float factor = load_l2_float(inverse + min_int(token_of, a.rows - 1));
     __syncthreads();  // the mbarrier is initialised
     barrier_wait(&shared.arrived, 0, a.fault, KERNEL_O_PROJ, a.layer);
 
@@ -179,9 +184,7 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
             }
         }
     }
-    const int logit = lane / (WARP / LOGITS);  // what a lane holds of a warp's sums; the first of its group stores it
-    const int token_of = first_token + logit / ROUTER_EXPERTS, expert_of = logit % ROUTER_EXPERTS;
-    const float of_residual = warp_sums(sums);
+    const float of_residual = warp_sums(sums) * (a.inverse != nullptr ? factor : 1.0f);
     if (lane % (WARP / LOGITS) == 0) shared.logits[1][part][token_of][expert_of] = of_residual;
 
     float2 fold[ROUTER_EXPERTS][PAIRS];
@@ -194,7 +197,6 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
     }
 
     pdl_wait();
-    pdl_trigger();
 
     uint2 attended[WARP_TOKENS][PAIRS];
 #pragma unroll
@@ -234,6 +236,7 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) o_proj(const __grid_constant__ OProjArgs a) {
     __shared__ __align__(128) uint8_t shared[SHARED_BYTES];
+    pdl_trigger();  // at once: attn_tail's prologue reads norms, and what qkv wrote
     const int block = blockIdx.x;
     if constexpr (MOE) {
         if (block < ROUTER_BLOCKS) {

@@ -2,9 +2,10 @@
 //
 // PRECOND: grid CLUSTER * (Q_HEADS + 2 * KV_HEADS) in clusters of CLUSTER, block THREADS; weights, normed and caches
 // 16-byte aligned; rows of q and k heads in the order of repack.head_rows; live rows' positions differ modulo `slots`.
-// Waits on the kernel that wrote normed (a tail, embed, entry_norm); reads weights, norms and frequencies before that.
-// Reads the weights once (48 KB a block at hidden 3072 in FP8) and 2 * HIDDEN bytes a row and head; writes 256 bytes a
-// row and head. Positions may come in any order: a row is computed and stored by itself.
+// Waits on the kernel that wrote normed (a tail, embed) or pieces (down, eh_proj); reads weights, norms, frequencies and
+// base before that: base was written two launches ago or more. Reads the weights once (48 KB a block at hidden 3072 in
+// FP8) and 2 * HIDDEN bytes a row and head, or 4 * HIDDEN for each piece and the base; writes 256 bytes a row and head,
+// and in all 4 * HIDDEN of residual. Positions may come in any order: a row is computed and stored by itself.
 //
 // A cluster has a head, and a block of it HIDDEN / CLUSTER columns of all 128 rows: so a block reads an eighth of the
 // activations after the wait (6 KB, where a block with all of K would read 48), and all its weights already lie in
@@ -12,6 +13,12 @@
 // all would end after the predecessor. The blocks' sums are exchanged once, and by token: block r receives all of row
 // r, so that norm and RoPE need no second exchange. They come by st.async on an mbarrier of the receiver: one trip
 // instead of a cluster barrier's round. A ninth warp receives; while the others multiply it has the angles ready.
+//
+// With ENTRY_PIECES the norm before the projection is done here instead of in a launch of its own: W (x w / rms(x)) is
+// (W (x w)) / rms(x), and the blocks of a cluster hold all of x between them, so that the sums of squares travel with
+// the projection's sums and the last warp divides. Halves have few exponents, so a warp's columns of a token are
+// brought to [1, 2) by a power of two, which multiplies its sums: no bit is lost whatever x's size. Each head's cluster
+// writes a row of the residual, x w with 1 / rms(x) beside it: its readers come two launches later and more.
 #include "abi.cuh"
 #include "common/copy.cuh"
 #include "common/kv.cuh"
@@ -34,10 +41,17 @@ constexpr int PITCH = HEAD_DIM + 4;  // floats of a token's rows: tokens 2t, row
 constexpr int PAIRS = ROTARY / 2;
 constexpr int LANE_DIMS = HEAD_DIM / WARP;
 constexpr float HALF_LIMIT = 65504.0f;
+// The norm's part: TOKEN_LANES lanes share a token of a group's columns, VECTORS of four each.
+constexpr int SHARERS = MMA_WARPS / K_GROUPS;  // warps with the same columns, and other tiles
+constexpr int TOKEN_LANES = COLUMNS / 4 < 8 ? COLUMNS / 4 : 8;
+constexpr int VECTORS = COLUMNS / 4 / TOKEN_LANES;
+constexpr int WARP_TOKENS = WARP / TOKEN_LANES;
 
 static_assert(ROWS == CLUSTER && ROWS == MMA_WARPS, "block r finishes row r, and warp r sends it there");
 static_assert(HIDDEN % (CLUSTER * CHUNK_K) == 0 && (!FP8 || HIDDEN % SCALE_K == 0), "whole chunks a block");
 static_assert(TILES * K_GROUPS % MMA_WARPS == 0, "whole tiles a warp");
+static_assert(COLUMNS / 4 % TOKEN_LANES == 0 && ROWS % WARP_TOKENS == 0 && ROWS / WARP_TOKENS <= SHARERS,
+              "whole vectors a lane, and all tokens among a group's warps");
 static_assert(ROTARY % 16 == 0 && PAIRS <= WARP && LANE_DIMS == 4, "pairs are two lanes apart, a lane has one angle");
 
 __device__ __forceinline__ uint32_t in_block(uint32_t shared, uint32_t rank) {
@@ -51,6 +65,12 @@ __device__ __forceinline__ void send(uint32_t address, float4 x, uint32_t barrie
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
         : "memory");
+}
+
+__device__ __forceinline__ void send(uint32_t address, float x, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(x),
+                 "r"(barrier)
+                 : "memory");
 }
 
 // Turns of position * inverse_frequency, less whole ones: in double, since a large float is of another angle.
@@ -68,9 +88,13 @@ struct Shared {
     uint8_t tokens[MMA_WARPS][ROWS * TOKEN_PITCH<COLUMNS>];
     float sums[K_GROUPS][ROWS][PITCH];
     float received[CLUSTER][HEAD_DIM];  // a row's sums, from each block of the cluster
+    float received_squares[CLUSTER];    // of its x
+    float squares[K_GROUPS][ROWS];
+    float factors[K_GROUPS][ROWS];  // what the halves in tokens were divided by
     uint64_t arrived;
     int rows;
 };
+constexpr int ARRIVING = sizeof(Shared::received) + (ENTRY_PIECES > 0 ? sizeof(Shared::received_squares) : 0);
 
 // The live rows, and the position of `row` if it is one. One load for both: two would be two trips, since ptxas moves
 // the second one behind the first one's use. Called by a whole warp.
@@ -81,6 +105,96 @@ __device__ __forceinline__ int2 rows_and_position(const QkvArgs& a, int row) {
     const int live = __shfl_sync(0xffffffffu, loaded, 0);
     return make_int2(counted ? min_int(live, a.rows) : a.rows, __shfl_sync(0xffffffffu, loaded, 1));
 }
+
+__device__ __forceinline__ float4 load_float4(const float* address) {
+    const uint4 x = load_l2_16(address);
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+}
+
+// A lane's columns of one token on their way to halves: x w, x = base + entry_scale * (the sum of pieces).
+struct Entry {
+    float4 base[VECTORS], norm[VECTORS];
+    int token, column;  // its first
+
+    // sharer: which of the warps with the same columns. In the prologue.
+    __device__ __forceinline__ Entry(const QkvArgs& a, int sharer, int first_column) {
+        const int lane = threadIdx.x % WARP;
+        token = sharer * WARP_TOKENS + lane / TOKEN_LANES;
+        column = first_column + lane % TOKEN_LANES * 4;
+        if constexpr (ENTRY_PIECES == 0) return;
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) {
+            norm[j] = load_float4(a.norm + column + j * TOKEN_LANES * 4);
+            base[j] = ENTRY_BASE ? load_float4(a.base + row(a) * HIDDEN + column + j * TOKEN_LANES * 4)
+                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+
+    // Memory that exists, also for tokens from `rows` on.
+    __device__ __forceinline__ int row(const QkvArgs& a) const { return min_int(token, a.rows - 1); }
+
+    // tokens: the group's halves. Ends with its barrier for all SHARERS warps.
+    __device__ __forceinline__ void run(const QkvArgs& a, Shared& shared, uint8_t* tokens, int group, int head) {
+        const int lane = threadIdx.x % WARP;
+        if (token < ROWS) {  // of whole warps
+            float4 parts[ENTRY_PIECES > 0 ? ENTRY_PIECES : 1][VECTORS];
+#pragma unroll
+            for (int p = 0; p < ENTRY_PIECES; ++p) {
+#pragma unroll
+                for (int j = 0; j < VECTORS; ++j) {
+                    parts[p][j] =
+                        load_float4(a.pieces + (p * ROWS + row(a)) * HIDDEN + column + j * TOKEN_LANES * 4);
+                }
+            }
+            const int live = load_l2_int(a.live != nullptr ? a.live : a.positions);
+            float most = 0.0f, squares = 0.0f;
+            float4 x[VECTORS], scaled[VECTORS];
+#pragma unroll
+            for (int j = 0; j < VECTORS; ++j) {
+                x[j] = parts[0][j];
+#pragma unroll
+                for (int p = 1; p < ENTRY_PIECES; ++p) {
+                    x[j].x += parts[p][j].x, x[j].y += parts[p][j].y, x[j].z += parts[p][j].z, x[j].w += parts[p][j].w;
+                }
+                if (ENTRY_BASE) {
+                    x[j].x = fmaf(a.entry_scale, x[j].x, base[j].x), x[j].y = fmaf(a.entry_scale, x[j].y, base[j].y);
+                    x[j].z = fmaf(a.entry_scale, x[j].z, base[j].z), x[j].w = fmaf(a.entry_scale, x[j].w, base[j].w);
+                }
+                scaled[j] = make_float4(x[j].x * norm[j].x, x[j].y * norm[j].y, x[j].z * norm[j].z, x[j].w * norm[j].w);
+                most = fmaxf(most, fmaxf(fmaxf(fabsf(scaled[j].x), fabsf(scaled[j].y)),
+                                         fmaxf(fabsf(scaled[j].z), fabsf(scaled[j].w))));
+                squares += x[j].x * x[j].x + x[j].y * x[j].y + (x[j].z * x[j].z + x[j].w * x[j].w);
+            }
+#pragma unroll
+            for (int offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+            }
+            const uint32_t exponent = __float_as_uint(most) & 0x7f800000u;
+            const float up = __uint_as_float(0x7f000000u - exponent);  // 1 / 2 ** exponent; 2 ** 127 for zeros
+            uint8_t* const to = tokens + token * TOKEN_PITCH<COLUMNS> + lane % TOKEN_LANES * 8;
+#pragma unroll
+            for (int j = 0; j < VECTORS; ++j) {
+                *reinterpret_cast<uint2*>(to + j * TOKEN_LANES * 8) =
+                    make_uint2(pack_f16(scaled[j].x * up, scaled[j].y * up), pack_f16(scaled[j].z * up, scaled[j].w * up));
+            }
+            if (lane % TOKEN_LANES == 0) shared.factors[group][token] = __uint_as_float(exponent);
+            const bool mine = token % (Q_HEADS + 2 * KV_HEADS) == head;
+            if (mine && token < (a.live != nullptr ? min_int(live, a.rows) : a.rows)) {
+#pragma unroll
+                for (int j = 0; j < VECTORS; ++j) {
+                    *reinterpret_cast<float4*>(a.residual + token * HIDDEN + column + j * TOKEN_LANES * 4) =
+                        a.inverse != nullptr ? scaled[j] : x[j];
+                }
+            }
+#pragma unroll
+            for (int offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
+                squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+            }
+            if (lane % TOKEN_LANES == 0) shared.squares[group][token] = squares;
+        }
+        asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(SHARERS * WARP) : "memory");  // the group's halves are there
+    }
+};
 
 // Norm, RoPE and store of one row of a head. Lane l has stored rows 4l .. 4l + 3, which are dimensions `dim` .. + 3.
 __device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head head, int row, float4 weight, int dim,
@@ -125,7 +239,20 @@ __device__ __forceinline__ void finish(const QkvArgs& a, Shared& shared, Head he
         if (normed && lane < ROTARY / LANE_DIMS) y[i] = y[i] * cosines[i] + (second ? other : -other) * sines[i];
     }
     const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
-    const float inverse = normed ? rsqrtf(squares * (1.0f / HEAD_DIM) + EPS) : 1.0f;
+    float entered = 1.0f;  // 1 / rms of the row
+    if constexpr (ENTRY_PIECES > 0) {
+        float total = 0.0f;
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) total += shared.received_squares[block];
+        entered = rsqrtf(total * (1.0f / HIDDEN) + EPS);
+        if (head.number == 0 && lane == 0) {
+            if (a.inverse != nullptr) a.inverse[row] = entered;
+            if (!is_finite(total)) {
+                report_fault(a.fault, FAULT_NOT_FINITE, ENTRY_BASE ? KERNEL_DOWN : KERNEL_EH_PROJ, a.layer - ENTRY_BASE);
+            }
+        }
+    }
+    const float inverse = normed ? entered * rsqrtf(squares * entered * entered * (1.0f / HEAD_DIM) + EPS) : entered;
     x[0] = y[0] * inverse, x[1] = y[1] * inverse, x[2] = y[2] * inverse, x[3] = y[3] * inverse;
     *reinterpret_cast<uint2*>(out) = make_uint2(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]));
     const float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
@@ -142,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 
     if (threadIdx.x == MMA_THREADS) {
         barrier_init(&shared.arrived, 1);
-        barrier_expect(&shared.arrived, sizeof(shared.received));
+        barrier_expect(&shared.arrived, ARRIVING);
         barrier_init_fence();
     }
     __syncwarp();
@@ -186,9 +313,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             if (tile < PINNED) early[tile][c] = to_halves(raw[tile][c]);
         }
     }
-    Fetch<COLUMNS> fetch(shared.tokens[warp], a.normed + first_chunk * CHUNK_K, HIDDEN, a.rows);
+    uint8_t* const tokens = shared.tokens[ENTRY_PIECES > 0 ? k_group : warp];
+    const int first_column = first_chunk * CHUNK_K;
+    // Of these two, one is used.
+    Fetch<COLUMNS> fetch(tokens, a.normed + first_column, HIDDEN, a.rows);
+    Entry entry(a, warp / K_GROUPS, first_column);
     if (a.rows < 1) {  // see spoil()
-        fetch.spoil();
+        if (ENTRY_PIECES == 0) fetch.spoil();
 #pragma unroll
         for (int i = 0; i < WARP_TILES * WARP_CHUNKS; ++i) {
             if (i / WARP_CHUNKS < PINNED) spoil(early[i / WARP_CHUNKS][i % WARP_CHUNKS]);
@@ -199,21 +330,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     pdl_wait();
     pdl_trigger();
 
-    fetch.run();
+    if constexpr (ENTRY_PIECES > 0) {
+        entry.run(a, shared, tokens, k_group, head.number);
+    } else {
+        fetch.run();
+    }
     float acc[WARP_TILES][4] = {};
 #pragma unroll
     for (int c = 0; c < WARP_CHUNKS; ++c) {
-        const Activations x = read_tokens<COLUMNS>(shared.tokens[warp], c);
+        const Activations x = read_tokens<COLUMNS>(tokens, c);
 #pragma unroll
         for (int tile = 0; tile < WARP_TILES; ++tile) {
             accumulate(acc[tile], tile < PINNED ? early[tile][c] : to_halves(raw[tile][c]), x, scale[c]);
         }
     }
+    float factor[2] = {1.0f, 1.0f};  // of tokens 2t and 2t + 1
+    if constexpr (ENTRY_PIECES > 0) {
+        factor[0] = shared.factors[k_group][lane % 4 * 2];
+        factor[1] = shared.factors[k_group][lane % 4 * 2 + 1];
+    }
 #pragma unroll
     for (int tile = 0; tile < WARP_TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            shared.sums[k_group][lane % 4 * 2 + i % 2][(first_tile + tile) * 16 + lane / 4 + i / 2 * 8] = acc[tile][i];
+            shared.sums[k_group][lane % 4 * 2 + i % 2][(first_tile + tile) * 16 + lane / 4 + i / 2 * 8] = acc[tile][i] * factor[i % 2];
         }
     }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // the sums of all groups are there, and `rows`
@@ -227,4 +367,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     // A receiver ends only after it has everything, so its shared memory is there for as long as anyone writes to it.
     send(in_block(shared_address(&shared.received[rank][lane * 4]), warp), sum,
          in_block(shared_address(&shared.arrived), warp));
+    if (ENTRY_PIECES > 0 && lane == 0) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; ++group) squares += shared.squares[group][warp];
+        send(in_block(shared_address(&shared.received_squares[rank]), warp), squares,
+             in_block(shared_address(&shared.arrived), warp));
+    }
 }

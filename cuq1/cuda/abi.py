@@ -82,7 +82,12 @@ class QkvArgs(Structure):
         ("k_cache", Pointer),
         ("v_cache", Pointer),
         ("slots", c_int32),
-        ("reserved", c_int32),
+        ("entry_scale", c_float),
+        ("base", Pointer),
+        ("pieces", Pointer),
+        ("norm", Pointer),
+        ("residual", Pointer),
+        ("inverse", Pointer),
     )
 
 
@@ -105,6 +110,26 @@ class AttentionArgs(Structure):
         ("scale", c_float),
         ("written", c_int32),
         ("reserved", c_int32),
+    )
+
+
+class ShortAttentionArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("q", Pointer),
+        ("k_cache", Pointer),
+        ("v_cache", Pointer),
+        ("positions", Pointer),
+        ("sink_k", Pointer),
+        ("attended32", Pointer),
+        ("attended", Pointer),
+        ("slots", c_int32),
+        ("window", c_int32),
+        ("written", c_int32),
+        ("scale", c_float),
     )
 
 
@@ -146,6 +171,7 @@ class OProjArgs(Structure):
         ("router_residual", Pointer),
         ("slice_start", c_int32),
         ("reserved", c_int32),
+        ("inverse", Pointer),
     )
 
 
@@ -172,6 +198,7 @@ class AttnTailArgs(Structure):
         ("ranks", c_int32),
         ("attn_scale", c_float),
         ("normed32", Pointer),
+        ("inverse", Pointer),
     )
 
 

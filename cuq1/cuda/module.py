@@ -10,6 +10,8 @@ from cuq1.cuda.driver import bindings, check, require
 from cuq1.errors import DeviceError
 from cuq1.plan.kernel import Kernel
 
+PORTABLE_CLUSTER = 8  # blocks; a larger cluster has to be asked for
+
 
 @dataclass(frozen=True)
 class Function:
@@ -47,6 +49,9 @@ def load(path: Path, kernel: Kernel) -> Function:
             check(driver.cuFuncSetAttribute(driver.CUfunction(handle), attribute, kernel.smem))
         except DeviceError as error:
             raise DeviceError(f"{kernel.entry} asks for {kernel.smem} bytes of shared memory: {error}") from None
+    if kernel.cluster > PORTABLE_CLUSTER:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        check(driver.cuFuncSetAttribute(driver.CUfunction(handle), attribute, 1))
     return Function(kernel, int(handle), module)
 
 

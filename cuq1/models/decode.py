@@ -2,15 +2,19 @@
 
 A round verifies `rows` rows (the pending token and its drafts), judges the drafts, and drafts for the next round:
 
-    embed, then for each layer  qkv > attention > combine > o_proj > attn_tail > gate_up > down > mlp_tail,
-    lm_head > top_k > accept, then for each draft depth
-    eh_proj > entry_norm > qkv > ... > mlp_tail > lm_head > top_k > draft_sample.
+    embed, then for each layer  qkv > attention > combine > o_proj > attn_tail > gate_up > down,
+    mlp_tail > lm_head > top_k > accept, then for each draft depth
+    eh_proj > qkv > ... > down > mlp_tail > lm_head > top_k > draft_sample.
+
+The norm between down, or eh_proj, and the next qkv is qkv's own part. Only the sandwich layers, which normalise the
+MLP's output as well, and the last one have an mlp_tail.
 
 A layer's residual base is the raw input in layer 0 and the draft ("sandwich" layers), and the normalised input
 elsewhere, which is why embed and mlp_tail say what the next layer wants.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cuq1.config import DraftConfig, Q1Config
@@ -22,7 +26,24 @@ from cuq1.plan.dims import DRAFT, HEAD_DIM, ROWS
 from cuq1.plan.types import Plan, Ref
 
 
-def _attention_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, positions: Ref, head_rows: int) -> None:
+@dataclass(frozen=True)
+class _Entry:
+    """How a layer's input comes to qkv: normed rows in a buffer, or pieces that qkv adds and normalises itself."""
+
+    pieces: int = 0
+    base: bool = False
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def inverse(self) -> Ref | int:
+        """What multiplies the residual, for those that read it."""
+        found: Ref | int = self.args.get("inverse", 0)
+        return found
+
+
+def _attention_part(
+    b: Builder, layer: Layer, rows_: int, live: Ref | int, positions: Ref, head_rows: int, entry: _Entry
+) -> None:
     """qkv, attention, combine, o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values."""
     p, d = layer.prefix, layer.dims
     caches = {"k_cache": Ref(f"{p}.k_cache", 0), "v_cache": Ref(f"{p}.v_cache", 0)}
@@ -34,7 +55,7 @@ def _attention_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, posit
     shared = {"live": live, "q": Ref("q", 0), "positions": positions, **partial}
     shape = {"window": layer.window, "splits": splits, "scale": b.model.config.softmax_scale}
     b.add(
-        projections.qkv(d),
+        projections.qkv(d, pieces=entry.pieces, base=entry.base),
         "qkv",
         layer.number,
         {
@@ -42,7 +63,9 @@ def _attention_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, posit
             **caches,
             "live": live,
             "rows": rows_,
-            "normed": Ref("normed", 0),
+            "normed": 0 if entry.pieces else Ref("normed", 0),
+            **dict.fromkeys(("entry_scale", "base", "pieces", "norm", "residual", "inverse"), 0),
+            **entry.args,
             "q_norm": b.weight(f"{p}.q_norm"),
             "k_norm": b.weight(f"{p}.k_norm"),
             "positions": positions,
@@ -99,14 +122,27 @@ def _attention_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, posit
             "router_attended": Ref("router_attended", 0),
             "router_residual": Ref("router_residual", 0),
             "slice_start": b.model.rank * d.slice_width,
+            "inverse": entry.inverse,
         },
         b.size(*o.values()),
         head_rows * (d.hidden + 2 * d.experts) * 4,
     )
 
 
-def _mlp_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, after: Mapping[str, Any], *, forced: bool) -> None:
-    """attn_tail, gate_up, down, mlp_tail; `after` says what the tail prepares for what comes next."""
+def _mlp_part(
+    b: Builder,
+    layer: Layer,
+    rows_: int,
+    live: Ref | int,
+    entry: _Entry,
+    after: Mapping[str, Any] | None,
+    *,
+    forced: bool,
+) -> None:
+    """attn_tail, gate_up, down, mlp_tail; `after` says what the last one prepares for what comes next.
+
+    Without `after` there is no mlp_tail: the next layer's qkv takes its place.
+    """
     p, d = layer.prefix, layer.dims
     moe = layer.dense_groups == 0
     quantised = d.fp8_activations
@@ -136,6 +172,7 @@ def _mlp_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, after: Mapp
             "ranks": 1,
             "attn_scale": layer.attn_scale,
             "normed32": 0,
+            "inverse": entry.inverse,
         },
         0,
         rows_ * d.hidden * 6,
@@ -178,6 +215,8 @@ def _mlp_part(b: Builder, layer: Layer, rows_: int, live: Ref | int, after: Mapp
         b.size(*down.values()) * share,
         rows_ * d.hidden * 4,
     )
+    if after is None:
+        return
     b.add(
         rows.mlp_tail(d, rows_),
         "mlp_tail",
@@ -206,7 +245,7 @@ def _head(b: Builder, name: str, normed: str, rows_: int, live: Ref | int, layer
     d = b.model.dims
     weights = b.weight(name)
     b.add(
-        head.lm_head(d),
+        head.lm_head(d, head.KEPT if layer == DRAFT else 0),
         "lm_head",
         layer,
         {
@@ -267,25 +306,27 @@ def _target(b: Builder, rows_: int, *, forced: bool) -> None:
         rows_ * model.dims.hidden * 2,
         rows_ * model.dims.hidden * 6,
     )
-    for i, layer in enumerate(model.layers):
-        _attention_part(b, layer, rows_, 0, _state("positions"), rows_)
-        if i + 1 < len(model.layers):
-            following = model.layers[i + 1]
-            after = {
-                "next_norm": b.weight(f"{following.prefix}.attention_norm"),
-                "residual": Ref("residual", 0),
-                "normed": Ref("normed", 0),
-                "normed_residual": int(not following.sandwich),
-            }
-        else:
-            after = {
-                "next_norm": b.weight("norm"),
-                "residual": Ref("hidden", 0),
-                "normed": Ref("hidden16", 0),
-                "normed_residual": 1,
-            }
-        _mlp_part(b, layer, rows_, 0, after, forced=forced)
+    entry = _Entry()
+    for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
+        _attention_part(b, layer, rows_, 0, _state("positions"), rows_, entry)
+        after, coming = _between(b, layer, following)
+        _mlp_part(b, layer, rows_, 0, entry, after, forced=forced)
+        entry = coming
     _head(b, "lm_head", "hidden16", rows_, 0, len(model.layers))
+
+
+def _between(b: Builder, layer: Layer, following: Layer | None) -> tuple[Mapping[str, Any] | None, _Entry]:
+    """What a layer's mlp_tail prepares, or None where the following qkv takes that over; and that qkv's entry."""
+    if following is None:
+        last = {"next_norm": b.weight("norm"), "residual": Ref("hidden", 0), "normed": Ref("hidden16", 0)}
+        return {**last, "normed_residual": 1}, _Entry()
+    norm = b.weight(f"{following.prefix}.attention_norm")
+    if layer.sandwich:  # a norm of the MLP's own comes first
+        after = {"next_norm": norm, "residual": Ref("residual", 0), "normed": Ref("normed", 0)}
+        return {**after, "normed_residual": int(not following.sandwich)}, _Entry()
+    args: dict[str, Any] = {"base": Ref("h", 0), "pieces": Ref("y", 0), "norm": norm, "residual": Ref("residual", 0)}
+    args |= {"inverse": 0 if following.sandwich else Ref("residual_inverse", 0), "entry_scale": layer.ffn_scale}
+    return None, _Entry(1, base=True, args=args)
 
 
 def _accept(b: Builder, rows_: int, *, first: bool) -> None:
@@ -335,21 +376,12 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
         b.size(eh),
         rows_ * model.dims.eh_rows * 4,
     )
-    b.add(
-        rows.entry_norm(model.dims, rows_),
-        "entry_norm",
-        DRAFT,
-        {
-            **base,
-            "pieces": Ref("eh_pieces", 0),
-            "norm": b.weight("draft.attention_norm"),
-            "residual": Ref("residual", 0),
-            "normed": Ref("normed", 0),
-        },
-        0,
-        rows_ * model.dims.hidden * 6,
+    norm = b.weight("draft.attention_norm")
+    entry = _Entry(
+        draft.eh_splits(model.dims),
+        args={"pieces": Ref("eh_pieces", 0), "norm": norm, "residual": Ref("residual", 0)},
     )
-    _attention_part(b, layer, rows_, live, _state("draft_positions"), 0 if settle_only else 1)
+    _attention_part(b, layer, rows_, live, _state("draft_positions"), 0 if settle_only else 1, entry)
     if settle_only:
         return
     after = {
@@ -358,7 +390,7 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
         "normed": Ref("draft_hidden16", 0),
         "normed_residual": 1,
     }
-    _mlp_part(b, layer, 1, live, after, forced=forced)
+    _mlp_part(b, layer, 1, live, entry, after, forced=forced)
     _head(b, "draft.lm_head", "draft_hidden16", 1, live, DRAFT)
     if sample:
         _top_k(b, 1, live, DRAFT)

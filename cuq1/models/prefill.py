@@ -351,6 +351,7 @@ def _mlp_part(b: _Steps, layer: Layer) -> None:
         "ranks": 1,
         "attn_scale": layer.attn_scale,
         "normed32": 0 if layer.dense_groups else Ref("prefill.ffn_normed32"),
+        "inverse": 0,
     }
     b.add("attn_tail", number, _maker(rows.attn_tail, d, moe=False), tail)
     ids: Ref | int = 0

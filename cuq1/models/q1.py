@@ -212,6 +212,7 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("state", (sizeof(abi.State),), "uint8"),
         *(buffer_of(f"rope.{theta:g}", (d.rotary // 2,), "float64") for theta in sorted({la.theta for la in layers})),
         buffer_of("residual", (ROWS, d.hidden), f32),
+        buffer_of("residual_inverse", (ROWS,), f32),
         buffer_of("normed", (ROWS, d.hidden), f16),
         buffer_of("q", (ROWS, d.q_heads, HEAD_DIM), f16),
         buffer_of("partial_out", (d.kv_heads, splits, m, HEAD_DIM), f32),

@@ -5,6 +5,10 @@
 // pdl_wait() returns once the predecessor has ended and its writes are visible. Since each kernel triggers
 // only after its own wait, everything older than the predecessor is complete when a prologue runs: a prologue
 // may read weights and whatever was written at least two launches earlier, and must not write global memory.
+//
+// A kernel whose successor needs long for its prologue may trigger first of all: combine and o_proj do. Then its
+// successor's prologue runs before the predecessor's end, and may read only what was written three launches before it
+// (four after two such kernels), or weights.
 #pragma once
 
 #ifndef TRACE

@@ -37,7 +37,7 @@ def matrices():
     return get
 
 
-def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None):
+def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None, kept=0):
     normed = rng.standard_normal((ROWS, dims.hidden), np.float32).astype(np.float16)
     computed = rows if live is None else min(rows, live)
     normed[computed:] = np.nan  # what dead rows hold must reach no live one
@@ -54,7 +54,7 @@ def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None):
         out.data.ptr,
         SCALE,
     )
-    gpu.run(head.lm_head(dims), args, patch)
+    gpu.run(head.lm_head(dims, kept), args, patch)
     ours = out.get()
     assert np.isnan(ours[computed:]).all(), "a dead row was written"
     expected = twin.logits(normed[:computed], weights, SCALE)
@@ -76,7 +76,8 @@ def fresh():
 @pytest.mark.parametrize("name", DIMS)
 def test_lm_head(gpu, matrices, name, rows):
     rng = fresh()
-    check_lm_head(gpu, DIMS[name], matrices(DIMS[name], rng), rows, rng)
+    for kept in (0, head.KEPT):
+        check_lm_head(gpu, DIMS[name], matrices(DIMS[name], rng), rows, rng, kept=kept)
 
 
 @pytest.mark.gpu

@@ -9,12 +9,14 @@ import pytest
 from cuq1.cuda import repack
 from cuq1.cuda.abi import OProjArgs, QkvArgs
 from cuq1.cuda.kernels import projections
+from cuq1.cuda.kernels.draft import eh_splits
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import HEAD_DIM, ROWS
 from tests.kernels import shapes
 from tests.kernels.twins import projections as twin
 
 HALF_TOLERANCE = 4e-4  # of what is rounded to a half
+ENTRY_TOLERANCE = 6e-4  # of halves, times what was rounded to halves
 SUM_TOLERANCE = 2e-6  # FP32 sums of exact products
 
 DIMS = {
@@ -135,6 +137,100 @@ def test_swizzle_of_the_twin():
     assert found[1, slot, dim] == 2 * 64 * 128 + slot * 128 + (((dim >> 3) ^ (slot & 7)) << 3) + (dim & 7)
 
 
+class Entry(Qkv):
+    """The same with the norm before the projection: of a sum of pieces, or of one that is added to a base."""
+
+    def __init__(self, gpu, dims, rng, base):
+        super().__init__(gpu, dims, rng)
+        self.base, self.pieces = base, 1 if base else eh_splits(dims)
+        self.kernel = projections.qkv(dims, pieces=self.pieces, base=base)
+
+    def check(self, rng, rows, live=None, patch=None, dead=np.nan, size=1.0):
+        gpu, dims = self.gpu, self.dims
+        alive = rows if live is None else min(rows, live)
+        pieces, base = (
+            (size * rng.standard_normal((n, ROWS, dims.hidden))).astype(np.float32) for n in (self.pieces, 1)
+        )
+        pieces[:, alive:], base[:, alive:] = dead, dead
+        norm = rng.uniform(0.5, 1.5, dims.hidden).astype(np.float32)
+        positions = int(rng.integers(4000)) + np.arange(ROWS, dtype=np.int32)
+        buffers = self.buffers()
+        residual, inverse = gpu.poison((ROWS, dims.hidden), np.float32), gpu.poison(ROWS, np.float32)
+        held = [gpu.array(x) for x in (pieces, base, norm, positions, np.array([live or 0], np.int32))]
+        args = self.args(held[0], held[3], *buffers, rows, None if live is None else held[4])
+        args.normed, args.pieces, args.norm = 0, held[0].data.ptr, held[2].data.ptr
+        args.residual, args.entry_scale = residual.data.ptr, 0.3 if self.base else 1.0
+        if self.base:
+            args.base, args.inverse = held[1].data.ptr, inverse.data.ptr
+        gpu.run(self.kernel, args, patch)
+        x, by = twin.entry(pieces, base[0] if self.base else None, np.float64(np.float32(0.3)), dims.eps)
+        residual, inverse = residual.get(), inverse.get()
+        assert np.isnan(residual[alive:]).all(), "a dead row was written"
+        assert np.isnan(inverse[alive if self.base else 0 :]).all(), "a dead row was written"
+        if alive == 0:
+            return
+        stored = x * norm if self.base else x
+        for row in range(alive):
+            assert error(residual[row], stored[row]) < SUM_TOLERANCE, f"residual, row {row}"
+            assert not self.base or abs(inverse[row] / by[row] - 1) < SUM_TOLERANCE, f"inverse, row {row}"
+        normed = (x * by[:, None] * norm)[:alive]
+        ends = np.cumsum([dims.q_heads, dims.kv_heads]) * HEAD_DIM
+        slots = positions[:alive] % self.slots
+        caches = [twin.slots_of(cache.get()) for cache in buffers[1:]]
+        found = buffers[0].get()[:alive], *(cache[:, slots].swapaxes(0, 1) for cache in caches)
+        rules = zip(np.split(self.values, ends), (*self.norms, None), found, "qkv", strict=True)
+        for weight, head_norm, ours, name in rules:
+            expected = twin.heads(normed, weight, head_norm, positions[:alive], self.theta, dims.rotary, dims.eps)
+            for row in range(alive):
+                off = error(ours[row], expected[row])
+                assert off < ENTRY_TOLERANCE, f"relative error {off:.2e} in {name}, row {row}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", [True, False], ids=["added", "pieces"])
+@pytest.mark.parametrize("name", DIMS)
+def test_qkv_normalises_its_input(gpu, name, base):
+    rng = fresh()
+    layer = Entry(gpu, DIMS[name], rng, base)
+    for rows in (1, 2, 5, 8):
+        layer.check(rng, rows)
+        layer.check(rng, 8, live=rows)
+    layer.check(rng, 8, live=0)
+    for size in (1e-3, 1e4, 1e12):
+        layer.check(rng, 8, size=size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "patch",
+    [
+        ("fmaf(a.entry_scale, x[j].x", "fmaf(1.0f, x[j].x"),
+        ("squares += shared.squares[group][warp];", "squares = shared.squares[group][warp];"),
+        ("block < CLUSTER; ++block) total", "block < CLUSTER - 1; ++block) total"),
+        ("* factor[i % 2];", ";"),
+        ("if (mine && token < (a.live != nullptr ? min_int(live, a.rows) : a.rows))", "if (mine)"),
+        ("a.inverse != nullptr ? scaled[j] : x[j]", "x[j]"),
+        ("(p * ROWS + row(a))", "(p * ROWS)"),
+    ],
+    ids=["scale", "a group's squares", "a block's squares", "factor", "dead rows", "residual", "rows"],
+)
+def test_qkv_entry_check_rejects(gpu, patch):
+    rng = fresh()
+    layer = Entry(gpu, shapes.RELEASED, rng, base=True)
+    with pytest.raises((AssertionError, DeviceError)):
+        layer.check(rng, 5, live=3, patch=patch, dead=2.5, size=3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("base", "reported"), [(True, "down, layer 4"), (False, "eh_proj, layer 5")])
+def test_qkv_reports_an_input_that_is_not_finite(gpu, base, reported):
+    rng = fresh()
+    layer = Entry(gpu, shapes.NANO2, rng, base)
+    layer.check(rng, 2, dead=np.inf)
+    with pytest.raises(DeviceError, match=f"not finite in {reported}|not finite in qkv, layer 5"):
+        layer.check(rng, 2, dead=np.inf, size=np.inf)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", DIMS)
@@ -210,7 +306,7 @@ class OProj:
         self.scales = None if scales is None else gpu.array(scales)
         self.device_fold = gpu.array(fold) if moe else None
 
-    def args(self, attended, attended32, residual, outputs, slice_start=0, rows=ROWS, live=None):
+    def args(self, attended, attended32, residual, outputs, slice_start=0, rows=ROWS, live=None, inverse=None):
         return OProjArgs(
             fault=self.gpu.fault.address,
             live=0 if live is None else live.data.ptr,
@@ -226,23 +322,27 @@ class OProj:
             router_attended=outputs[1].data.ptr,
             router_residual=outputs[2].data.ptr,
             slice_start=slice_start,
+            inverse=0 if inverse is None else inverse.data.ptr,
         )
 
     def buffers(self):
         dims = self.dims
         return [self.gpu.poison((ROWS, width), np.float32) for width in (dims.hidden, dims.experts, dims.experts)]
 
-    def check(self, rng, rows, live=None, patch=None, dead=np.nan):
+    def check(self, rng, rows, live=None, patch=None, dead=np.nan, inverse=False):
         gpu, dims = self.gpu, self.dims
         alive = rows if live is None else min(rows, live)
+        by = rng.uniform(0.5, 2.0, ROWS).astype(np.float32)
         attended32 = rng.standard_normal((ROWS, dims.q_width), np.float32)
         residual = rng.standard_normal((ROWS, dims.hidden), np.float32)
         attended32[alive:], residual[alive:] = dead, dead
         attended = attended32.astype(np.float16)
         start = int(rng.integers(dims.hidden // dims.slice_width)) * dims.slice_width
         outputs = self.buffers()
-        held = [gpu.array(x) for x in (attended, attended32, residual, np.array([live or 0], np.int32))]
-        args = self.args(*held[:3], outputs, start, rows, None if live is None else held[3])
+        held = [gpu.array(x) for x in (attended, attended32, residual, np.array([live or 0], np.int32), by)]
+        args = self.args(
+            *held[:3], outputs, start, rows, None if live is None else held[3], held[4] if inverse else None
+        )
         gpu.run(self.kernel, args, patch)
         found = [x.get() for x in outputs]
         used = found if self.fold is not None else found[:1]
@@ -253,7 +353,8 @@ class OProj:
         expected = [twin.o_proj(attended[:alive], self.values)]
         if self.fold is not None:
             part = residual[:alive, start : start + dims.slice_width]
-            expected += twin.router(attended32[:alive].astype(np.float64), part.astype(np.float64), self.fold)
+            part = part.astype(np.float64) * (by[:alive, None] if inverse else 1.0)
+            expected += twin.router(attended32[:alive].astype(np.float64), part, self.fold)
         for ours, theirs, name in zip(used, expected, ("out", "attended", "residual")[: len(used)], strict=True):
             for row in range(alive):
                 off = error(ours[row], theirs[row])
@@ -266,7 +367,9 @@ class OProj:
 @pytest.mark.parametrize("name", DIMS)
 def test_o_proj(gpu, name, rows, moe):
     rng = fresh()
-    OProj(gpu, DIMS[name], rng, moe).check(rng, rows)
+    layer = OProj(gpu, DIMS[name], rng, moe)
+    layer.check(rng, rows)
+    layer.check(rng, rows, inverse=True)
 
 
 @pytest.mark.gpu

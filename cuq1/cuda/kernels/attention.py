@@ -1,10 +1,12 @@
 """Decode attention: partial results of splits of the sequence, and their combination."""
 
-from cuq1.cuda.abi import AttentionArgs, CombineArgs
+from cuq1.cuda.abi import AttentionArgs, CombineArgs, ShortAttentionArgs
 from cuq1.cuda.kernels.defines import common
 from cuq1.plan.dims import HEAD_DIM, KV_TILE, MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
+UNIT = 16  # keys that blocks of a cluster are dealt
+SHORT_CONTEXT = 17 * 16 * UNIT  # positions from 0 that a full layer's kernel for short contexts may see
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
 
@@ -64,6 +66,36 @@ def combine(dims: Dims, splits: int) -> Kernel:
     """
     defines = (*common(dims), ("SPLITS", splits))
     return Kernel("combine.cu", "combine", CombineArgs, defines, (dims.q_heads, ROWS, 4), 256, max_registers=64)
+
+
+def units_for(window: int) -> int:
+    """Units of 16 keys that eight rows of a layer with this window see at most."""
+    return (window + ROWS - 2 + UNIT - 1) // UNIT + 1
+
+
+def attention_short(dims: Dims, window: int, rows: int = ROWS, *, warps: int = 4, cluster: int = 16) -> Kernel:
+    """attended32 float32 and attended float16 [rows, q_heads * 128] where the live rows see few positions.
+
+    q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]; sink_k float32 [kv_heads, 128].
+    A full layer (window 0) may see `SHORT_CONTEXT` positions. Twin: tests' `attended`.
+    """
+    units = -(-units_for(window or SHORT_CONTEXT - 2 * UNIT) // cluster)
+    m_tiles = -(-rows * dims.group // 16)
+    group = warps * (3 if warps == 4 else 2)  # tiles of eight keys
+    p_units = -(-2 * units // group) * group // 2
+    smem = units * 2 * UNIT * 256 + 16 * 256 + 16 * (p_units * UNIT * 2 + 16)
+    smem += 16 * HEAD_DIM * 4 + cluster * 16 * 8 + 2 * 16 * warps * 4 + 32
+    return Kernel(
+        "attention_short.cu",
+        "attention_short",
+        ShortAttentionArgs,
+        (*common(dims), ("WARPS", warps), ("CLUSTER", cluster), ("UNITS", units), ("SMEM", smem)),
+        (cluster, dims.kv_heads, m_tiles),
+        warps * 32,
+        cluster=cluster,
+        smem=smem,
+        max_registers=144 if warps == 4 else 112,
+    )
 
 
 def kernels(dims: Dims) -> list[Kernel]:

@@ -5,6 +5,7 @@ from cuq1.cuda.kernels.defines import common
 from cuq1.plan.dims import MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
+KEPT = 2  # sixteenths of the draft's matrix that stay in L2 from one depth to the next
 PIECES = 1  # candidate lists that `top_k` writes for a row
 
 _RING = 192 << 10  # bytes of weights in flight in a block, at most
@@ -12,16 +13,17 @@ _CONSUMERS = 8  # warps
 _CLUSTER = 8
 
 
-def lm_head(dims: Dims) -> Kernel:
+def lm_head(dims: Dims, kept: int = 0) -> Kernel:
     """logits float32 [ROWS, vocab] = scale * normed [rows, hidden] @ W.T; twin: cuq1.reference.q1.head_logits.
 
-    W: float16 as `repack.f16_tiles`, padded with zeros to a multiple of 16 rows.
+    W: float16 as `repack.f16_tiles`, padded with zeros to a multiple of 16 rows. kept: sixteenths of it that L2 should
+    hold until the next launch with the same weights.
     """
     chunks = dims.hidden // 16
     stage = next(n for n in (32, 24, 16, 8) if chunks % n == 0)
     stages = min(_RING // (stage * 512), 24)
     tiles = -(-dims.vocab // 16)
-    defines = (*common(dims), ("STAGE_CHUNKS", stage), ("STAGES", stages))
+    defines = (*common(dims), ("STAGE_CHUNKS", stage), ("STAGES", stages), ("KEPT", kept))
     grid = (min(MULTIPROCESSORS, tiles), 1, 1)
     block = (_CONSUMERS + 1) * 32
     smem = stages * stage * 512
@@ -39,4 +41,4 @@ def top_k(dims: Dims) -> Kernel:
 
 def kernels(dims: Dims) -> list[Kernel]:
     """All of the head's."""
-    return [lm_head(dims), top_k(dims)]
+    return [lm_head(dims), lm_head(dims, KEPT), top_k(dims)]

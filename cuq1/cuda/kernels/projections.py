@@ -2,6 +2,7 @@
 
 from cuq1.cuda.abi import OProjArgs, QkvArgs
 from cuq1.cuda.kernels.defines import common
+from cuq1.cuda.kernels.draft import eh_splits
 from cuq1.plan.dims import Dims
 from cuq1.plan.kernel import Kernel
 
@@ -11,21 +12,29 @@ _O_TILES = 2  # tiles of a block in o_proj
 _ROUTER_EXPERTS = 4  # of a router block: what fits into registers
 
 
-def qkv(dims: Dims) -> Kernel:
+def qkv(dims: Dims, *, pieces: int = 0, base: bool = False) -> Kernel:
     """q float16 [rows, q_heads, 128], and k and v float16 into the cache's slots; twin: tests' `projections.heads`.
 
     normed: float16 [rows, hidden]; weights: heads of q, k and v as tiles, q's and k's rows in `repack.head_rows` order.
+    With pieces, the norm before the projection is the kernel's: x = base + entry_scale * (the sum of pieces float32
+    [pieces, 8, hidden]), where base float32 [rows, hidden] is left out unless asked for; residual float32
+    [rows, hidden] and inverse float32 [rows] are written. Twin: `projections.entry`.
     """
     heads = dims.q_heads + 2 * dims.kv_heads
     return Kernel(
         "qkv.cu",
         "qkv",
         QkvArgs,
-        (*common(dims), ("PINNED", _QKV_PINNED)),
+        (
+            *common(dims),
+            ("PINNED", _QKV_PINNED if pieces < 2 else 0),
+            ("ENTRY_PIECES", pieces),
+            ("ENTRY_BASE", int(base)),
+        ),
         (CLUSTER * heads, 1, 1),
         288,
         cluster=CLUSTER,
-        max_registers=144,
+        max_registers=176,
     )
 
 
@@ -58,5 +67,6 @@ def o_proj(dims: Dims, *, moe: bool = True) -> Kernel:
 
 
 def kernels(dims: Dims) -> list[Kernel]:
-    """qkv, and o_proj for both kinds of layers."""
-    return [qkv(dims), o_proj(dims), o_proj(dims, moe=False)]
+    """qkv with all that may come before it, and o_proj for both kinds of layers."""
+    entries = [qkv(dims), qkv(dims, pieces=1, base=True), qkv(dims, pieces=eh_splits(dims))]
+    return [*entries, o_proj(dims), o_proj(dims, moe=False)]

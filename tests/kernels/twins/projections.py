@@ -15,6 +15,14 @@ def heads(normed, weight, norm, positions, theta, rotary, eps):
     return np.concatenate((pairs.real, pairs.imag, x[..., rotary:]), axis=-1)
 
 
+def entry(pieces, base, scale, eps):
+    """x [rows, hidden] = base + scale * (the sum of pieces), or that sum without a base; and 1 / rms(x) [rows]."""
+    x = pieces.astype(np.float64).sum(axis=0)
+    if base is not None:
+        x = base.astype(np.float64) + scale * x
+    return x, 1 / np.sqrt((x * x).mean(axis=-1) + eps)
+
+
 def slots_of(cache):
     """The cache [heads, tiles, 64, 128] in order [heads, slots, 128]: piece c of slot s lies at c ^ s % 8."""
     pieces = cache.reshape(len(cache), -1, 16, 8)
