@@ -36,7 +36,6 @@ enum KernelId {
     KERNEL_ACCEPT = 12,
     KERNEL_DRAFT_SAMPLE = 13,
     KERNEL_EH_PROJ = 14,
-    KERNEL_ENTRY_NORM = 15,
     KERNEL_PREFILL = 16,
     KERNEL_CONTROL = 17
 };
@@ -265,10 +264,11 @@ struct LmHeadArgs {
     int layer;
     int rows;
     const f16* normed;       // [rows][HIDDEN]
-    const uint8_t* weights;  // F16, [ceil(VOCAB / 16) tiles][HIDDEN / 16 chunks][512 bytes]
+    const uint8_t* weights;  // [ceil(VOCAB / 16) tiles][chunks][512 bytes]: F16, or E4M3 where FP8_HEAD
     float* logits;           // [ROWS][VOCAB]
     float scale;             // logit_scale
     int reserved;
+    const float* scales;     // of each row of an E4M3 matrix
 };
 
 // The MAX_TOP_K largest logits of each row's pieces, each piece's sorted: largest first, ties by lower id.
@@ -425,18 +425,6 @@ struct EhProjArgs {
     float* out;                // [EH_SPLITS][ROWS][HIDDEN]; the rank's rows from first_row on
     int first_row;
     int reserved;
-};
-
-// u = the sum of eh_proj's pieces; residual = u; normed = rms(u, norm).
-struct EntryNormArgs {
-    Fault* fault;
-    const int* live;
-    int layer;
-    int rows;
-    const float* pieces;     // [EH_SPLITS][ROWS][HIDDEN]
-    const float* norm;       // attention_norm of the draft's layer
-    float* residual;         // [rows][HIDDEN]
-    f16* normed;
 };
 
 // Reads `count` 16-byte words once, to measure what memory delivers.
@@ -658,6 +646,7 @@ struct PackArgs {
     int tail;
     int fp8;                 // the target is E4M3, which only E4M3 becomes, else F16
     int reserved;
+    float* scales;           // [tiles][16] of rows that are quantised
 };
 
 // Folded routing of a layer, see OProjArgs.fold.

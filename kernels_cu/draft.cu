@@ -1,5 +1,5 @@
 // eh_proj  the draft's entry: [rms(table[token], enorm) ; rms(hidden, hnorm)] times the rank's EH_ROWS weight rows,
-//          in EH_SPLITS pieces of K, which entry_norm adds.
+//          in EH_SPLITS pieces of K, which qkv adds.
 //   PRECOND  grid (EH_ROWS / 16 * EH_SPLITS), cluster EH_SPLITS / 2, block 256; block b has tile b / EH_SPLITS and
 //            piece b % EH_SPLITS, of which the first half belong to the embedding. Arrays 16-byte aligned. Tokens,
 //            hidden_rows and hidden states are read after pdl_wait(); weights, norms and the table stay as they are.

@@ -1,11 +1,8 @@
-// The rows' ways in: the target's embedding, and the sum of the draft's eh_proj.
-//
-// embed       residual = x or rms(x, norm), normed = rms(x, norm) of x = table[token]. A token that is not in the
-//             vocabulary is reported and taken as 0.
-// entry_norm  u = the sum of eh_proj's pieces in order; residual = u; normed = rms(u, norm).
-//   PRECOND  both: grid (rows * PARTS), cluster PARTS, block COLUMN_THREADS. Arrays 16-byte aligned. Tokens and pieces
-//            are read after pdl_wait(), norm and table are weights. `rows` may exceed ROWS in embed.
-//   Reads rows * HIDDEN * 2 (4 EH_SPLITS) bytes and the norm, writes rows * HIDDEN * 6.
+// The rows' way in, the target's embedding: residual = x or rms(x, norm), normed = rms(x, norm) of x = table[token]. A
+// token that is not in the vocabulary is reported and taken as 0.
+//   PRECOND  grid (rows * PARTS), cluster PARTS, block COLUMN_THREADS. Arrays 16-byte aligned. Tokens are read after
+//            pdl_wait(), norm and table are weights. `rows` may exceed ROWS.
+//   Reads rows * HIDDEN * 2 bytes and the norm, writes rows * HIDDEN * 6.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/row.cuh"
 
@@ -36,30 +33,4 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) embed(const __grid_
     store4(a.normed + at, n);
     if (part == 0 && threadIdx.x == 0 && !is_finite(squares))
         report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_EMBED, a.layer);
-}
-
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) entry_norm(const __grid_constant__ EntryNormArgs a) {
-    __shared__ RowExchange exchange[1];
-    const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
-    const int column = part * COLUMNS + int(threadIdx.x) * 4;
-    const float4 w = __ldg(reinterpret_cast<const float4*>(a.norm + column));
-    row_begin(exchange);
-    pdl_wait();
-    pdl_trigger();
-    if (row >= a.rows) return;
-    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
-    const int64_t at = int64_t(row) * HIDDEN + column;
-    float4 piece[EH_SPLITS];
-#pragma unroll
-    for (int s = 0; s < EH_SPLITS; ++s) piece[s] = load4(a.pieces + int64_t(s) * ROWS * HIDDEN + at);
-    if (row >= live) return;
-    float4 u = piece[0];
-#pragma unroll
-    for (int s = 1; s < EH_SPLITS; ++s) u = sum(u, piece[s]);
-    const float squares =
-        row_reduce<false>(make_float4(dot(u, u), 0.0f, 0.0f, 0.0f), exchange[0], a.fault, KERNEL_ENTRY_NORM, a.layer).x;
-    store4(a.residual + at, u);
-    store4(a.normed + at, product(scaled(u, inverse_rms(squares)), w));
-    if (part == 0 && threadIdx.x == 0 && !is_finite(squares))
-        report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ENTRY_NORM, a.layer);
 }

@@ -32,7 +32,6 @@ KERNELS = {
     12: "accept",
     13: "draft_sample",
     14: "eh_proj",
-    15: "entry_norm",
     16: "prefill",
     17: "control",
 }
@@ -268,6 +267,7 @@ class LmHeadArgs(Structure):
         ("logits", Pointer),
         ("scale", c_float),
         ("reserved", c_int32),
+        ("scales", Pointer),
     )
 
 
@@ -429,19 +429,6 @@ class EhProjArgs(Structure):
     )
 
 
-class EntryNormArgs(Structure):
-    _fields_ = (
-        ("fault", Pointer),
-        ("live", Pointer),
-        ("layer", c_int32),
-        ("rows", c_int32),
-        ("pieces", Pointer),
-        ("norm", Pointer),
-        ("residual", Pointer),
-        ("normed", Pointer),
-    )
-
-
 class BandwidthArgs(Structure):
     _fields_ = (
         ("data", Pointer),
@@ -462,6 +449,7 @@ class PackArgs(Structure):
         ("tail", c_int32),
         ("fp8", c_int32),
         ("reserved", c_int32),
+        ("scales", Pointer),
     )
 
 

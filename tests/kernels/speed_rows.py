@@ -108,11 +108,6 @@ def main():
     rng = np.random.default_rng(2)
     splits = draft.eh_splits(RELEASED)
     pieces = gpu.array(rng.standard_normal((splits, ROWS, hidden), np.float32))
-    for count in (1, ROWS):
-        kernel = rows.entry_norm(RELEASED)
-        fixed = {"pieces": pieces, "residual": b.h[0], "normed": b.normed}
-        show(f"entry_norm, {count} rows", b.chain(kernel, count, lambda i: {"norm": b.norms[i]}, **fixed))
-
     table = gpu.array(rng.integers(0x3C00, 0x3F00, (RELEASED.vocab_total, hidden), np.uint16))
     tokens = [gpu.array(rng.integers(0, RELEASED.vocab_total, ROWS).astype(np.int32)) for _ in range(LAYERS)]
     fixed = {"table": table, "residual": b.h[0], "normed": b.normed}
@@ -122,8 +117,6 @@ def main():
     size = RELEASED.eh_rows * hidden * 4
     eh = [gpu.array(rng.integers(0, 0x3C, size, np.uint8)) for _ in range(LAYERS)]
     before = gpu.array(np.arange(ROWS, dtype=np.int32))
-    norm_fixed = {"pieces": pieces, "norm": b.norms[0], "residual": b.h[1], "normed": b.normed}
-    norming = b.chain(rows.entry_norm(RELEASED), ROWS, lambda i: {}, **norm_fixed)
     fixed = {"table": table, "hidden": b.h[0], "draft_hidden": b.h[0], "hidden_rows": before, "out": pieces}
     for count in (1, 4, ROWS):
         calls = b.chain(
@@ -134,8 +127,6 @@ def main():
         )
         us = show(f"eh_proj, {count} rows", calls)
         print(f"  {size / us / 1e3:.0f} GB/s, {size / us / 1e3 / gpu.read_ceiling():.0%} of the ceiling")
-        pairs = [call for pair in zip(calls, norming, strict=True) for call in pair]
-        show(f"eh_proj, {count} rows, and entry_norm in turn", pairs)
         for _, args in calls:
             args.weights = eh[0].data.ptr
         show(f"eh_proj, {count} rows, weights in L2", calls)

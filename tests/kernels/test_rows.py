@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cuq1.cuda.kernels import rows as family
-from cuq1.cuda.kernels.draft import eh_splits
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import ROWS
 from cuq1.reference.ops import route
@@ -57,7 +56,7 @@ def dead_poisoned(x, live, axis=1):
     return x
 
 
-# --- embed and entry_norm
+# --- embed
 
 
 def check_embed(gpu, rng, dims, count, live=None, *, normed_residual=False, patch=None, passes=ROWS):
@@ -115,40 +114,6 @@ def test_embed_reports_a_foreign_token(gpu, rng, token):
     assert_close(out[0].get()[1], twin.bf16_values(table.get()[0]), 0, "residual")
 
 
-def check_entry_norm(gpu, rng, dims, rows, live=None, patch=None):
-    count = rows if live is None else live
-    pieces = rng.standard_normal((eh_splits(dims), ROWS, dims.hidden), np.float32) * 3
-    norm = norm_weights(rng, dims.hidden)
-    residual, normed = gpu.poison((ROWS, dims.hidden), np.float32), gpu.poison((ROWS, dims.hidden), np.float16)
-    kernel = family.entry_norm(dims)
-    inputs = {"pieces": gpu.array(dead_poisoned(pieces, count)), "norm": gpu.array(norm)}
-    limit = gpu.array(np.array([count], np.int32))
-    args = fill(gpu, kernel, rows=rows, **inputs, residual=residual, normed=normed)
-    if live is not None:
-        args.live = limit.data.ptr
-    gpu.run(kernel, args, patch)
-    expected = twin.entry_norm(pieces[:, :count], norm, dims.eps)
-    assert_close(residual.get()[:count], expected[0], EXACT, "residual")
-    assert_close(normed.get()[:count], expected[1], HALF, "normed")
-    assert_untouched(residual.get(), count, "residual")
-    assert_untouched(normed.get(), count, "normed")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", DIMS)
-def test_entry_norm(gpu, rng, name):
-    for rows in (1, 2, 5, 8):
-        check_entry_norm(gpu, rng, DIMS[name], rows)
-        check_entry_norm(gpu, rng, DIMS[name], 8, rows)
-    check_entry_norm(gpu, rng, DIMS[name], 8, 0)
-
-
-@pytest.mark.gpu
-def test_entry_norm_tells_a_broken_kernel(gpu, rng):
-    with pytest.raises(AssertionError, match="residual"):
-        check_entry_norm(gpu, rng, RELEASED, 8, patch=("s < EH_SPLITS; ++s) u =", "s < EH_SPLITS - 1; ++s) u ="))
-
-
 # --- attn_tail
 
 
@@ -162,6 +127,11 @@ def attn_inputs(rng, dims, rows, ranks):
         "attn_out_norm": norm_weights(rng, dims.hidden),
         "ffn_norm": norm_weights(rng, dims.hidden),
     }
+
+
+def with_inverse(rng, x):
+    """The residual as qkv leaves it: not divided by its norm yet."""
+    return {**x, "inverse": rng.uniform(0.2, 3.0, len(x["residual"])).astype(np.float32)}
 
 
 def check_attn_tail(
@@ -199,8 +169,9 @@ def check_attn_tail(
 
     got = {name: value.get() for name, value in out.items()}
     live_x = {name: value[:, :count] if value.ndim == 3 else value for name, value in x.items()}
+    residual = x["residual"][:count].astype(np.float64) * x.get("inverse", np.ones(size[0]))[:count, None]
     h, normed = twin.attn_tail(
-        live_x["o"], x["residual"][:count], x["attn_out_norm"], x["ffn_norm"], np.float64(np.float32(scale)), dims.eps
+        live_x["o"], residual, x["attn_out_norm"], x["ffn_norm"], np.float64(np.float32(scale)), dims.eps
     )
     assert_close(got["h"][:count], h, tolerance, "h")
     assert_close(got["normed32"][:count], normed, tolerance, "normed32")
@@ -241,6 +212,8 @@ def test_attn_tail(gpu, rng, name, ranks):
         check_attn_tail(gpu, dims, x, rows, codes=True, moe=False)
     check_attn_tail(gpu, dims, x, 8, live=0)
     check_attn_tail(gpu, dims, x, 8, live=3, codes=True)
+    for moe in (True, False):
+        check_attn_tail(gpu, dims, with_inverse(rng, x), 8, live=5, moe=moe)
     forced = np.stack([rng.permutation(dims.experts)[: dims.top_k] for _ in range(ROWS)]).astype(np.int32)
     check_attn_tail(gpu, dims, x, 8, forced=forced)
 
@@ -313,8 +286,9 @@ def test_a_row_that_cancels_is_summed_again(gpu, rng, name):
 
 @pytest.mark.gpu
 def test_attn_tail_tells_broken_kernels(gpu, rng):
-    x = attn_inputs(rng, RELEASED, ROWS, 8)
+    x = with_inverse(rng, attn_inputs(rng, RELEASED, ROWS, 8))
     for patch, match in (
+        (("if (a.inverse != nullptr) x", "if (false) x"), "h"),
         (("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
         (("sum_ranks(a.o + at, a.ranks,", "sum_ranks(a.o + at, 1,"), "h"),
         (("fmaf(s.factor, attended[i], residual[i])", "residual[i]"), "expert_ids"),

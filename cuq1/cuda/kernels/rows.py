@@ -2,9 +2,8 @@
 
 from ctypes import Structure
 
-from cuq1.cuda.abi import AttnTailArgs, EmbedArgs, EntryNormArgs, MlpTailArgs
+from cuq1.cuda.abi import AttnTailArgs, EmbedArgs, MlpTailArgs
 from cuq1.cuda.kernels import defines
-from cuq1.cuda.kernels.draft import eh_splits
 from cuq1.plan.dims import ROWS, Dims
 from cuq1.plan.kernel import Define, Kernel
 
@@ -22,12 +21,7 @@ def parts_of(dims: Dims) -> int:
 
 def embed(dims: Dims, rows: int = ROWS) -> Kernel:
     """Up to `rows` rows of the embedding table, and the first layer's input norm: twins.rows.embed."""
-    return _kernel("rows.cu", "embed", EmbedArgs, dims, rows, (("EH_SPLITS", eh_splits(dims)),))
-
-
-def entry_norm(dims: Dims, rows: int = ROWS) -> Kernel:
-    """The sum of eh_proj's pieces, and the draft's input norm: twins.rows.entry_norm."""
-    return _kernel("rows.cu", "entry_norm", EntryNormArgs, dims, rows, (("EH_SPLITS", eh_splits(dims)),))
+    return _kernel("rows.cu", "embed", EmbedArgs, dims, rows)
 
 
 def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
@@ -70,4 +64,4 @@ def _kernel(
 
 def kernels(dims: Dims) -> list[Kernel]:
     """All of the family, for a pass of 8 rows."""
-    return [embed(dims), entry_norm(dims), attn_tail(dims), attn_tail(dims, moe=False), mlp_tail(dims)]
+    return [embed(dims), attn_tail(dims), attn_tail(dims, moe=False), mlp_tail(dims)]

@@ -23,12 +23,6 @@ def embed(tokens, table, norm, eps, *, normed_residual):
     return (normed if normed_residual else x), normed
 
 
-def entry_norm(pieces, norm, eps):
-    """pieces [splits, rows, hidden]: (residual, normed)."""
-    u = pieces.astype(np.float64).sum(axis=0)
-    return u, rms_norm(u, norm, eps)
-
-
 def attn_tail(o, residual, attn_out_norm, ffn_norm, scale, eps):
     """o [ranks, rows, hidden]: (h, normed) [rows, hidden]."""
     h = residual.astype(np.float64) + scale * rms_norm(o.astype(np.float64).sum(axis=0), attn_out_norm, eps)
