@@ -11,10 +11,12 @@ from cuq1.cuda import abi
 from cuq1.cuda import loop as module
 from cuq1.cuda.log import ResultLog, describe
 from cuq1.cuda.loop import DeviceLoop
-from cuq1.errors import DeviceError
+from cuq1.engine import open_engine
+from cuq1.errors import DeviceError, RequestError
 from cuq1.models import loop as plans
+from cuq1.sampling import DecodeParams
 from tests.kernels.twins import control
-from tests.paths import ROOT
+from tests.paths import NANO, ROOT
 
 
 class Ring:
@@ -412,3 +414,19 @@ def test_records_are_described():
     record = abi.Record()
     record.index, record.count = 4, 2
     assert describe(record).startswith("the last record is round 4: ")
+
+
+def test_the_loop_is_one_of_two():
+    with pytest.raises(RequestError, match="loop must be device or host, not 'both'"):
+        open_engine(NANO, "cpu", loop="both")
+
+
+def test_closing_a_stream_ends_its_request():
+    with open_engine(NANO, "cpu") as engine:
+        engine.prefill([1, 2, 3])
+        stream = engine.decode(DecodeParams(max_tokens=50, seed=1))
+        read = list(next(stream))
+        stream.close()
+        assert list(stream) == []
+        assert stream.finish_reason is None
+        assert engine.tokens == (1, 2, 3, *read)
