@@ -4,7 +4,8 @@
 //          copies. weights 16-byte aligned, CHUNKS * 512 bytes a tile of 16 vocabulary rows; normed 8-byte aligned.
 //          normed is the predecessor's. *live was written at least two launches ago: the prologue peeks at it, so that
 //          a skipped draft depth copies nothing; what counts is read after pdl_wait.
-// READS    ceil(VOCAB / 16) * 16 * HIDDEN * 2 bytes of weights, rows * HIDDEN * 2 of activations in each block (from L2).
+// READS    ceil(VOCAB / 16) * 16 * HIDDEN * 2 bytes of weights, half of that and a scale a row where FP8_HEAD, and
+//          rows * HIDDEN * 2 of activations in each block (from L2).
 // WRITES   rows * VOCAB * 4 bytes.
 //
 // Why so: only bandwidth matters. A block streams whole tiles (96 KB of HIDDEN 3072) through a ring of bulk copies
@@ -20,15 +21,29 @@
 
 constexpr int CONSUMERS = 8;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARP;
-constexpr int CHUNKS = HIDDEN / 16;
+constexpr bool FP8 = FP8_HEAD != 0;
+constexpr int CHUNK_K = FP8 ? 32 : 16;
+constexpr int CHUNKS = HIDDEN / CHUNK_K;
 constexpr int TILES = (VOCAB + 15) / 16;
 constexpr int STAGE_BYTES = STAGE_CHUNKS * 512;
 constexpr int TILE_STAGES = CHUNKS / STAGE_CHUNKS;
 constexpr int WARP_CHUNKS = STAGE_CHUNKS / CONSUMERS;
 
-static_assert(HIDDEN % 16 == 0 && CHUNKS % STAGE_CHUNKS == 0, "a tile is a whole number of stages");
+static_assert(HIDDEN % CHUNK_K == 0 && CHUNKS % STAGE_CHUNKS == 0, "a tile is a whole number of stages");
 static_assert(STAGE_CHUNKS % CONSUMERS == 0, "each warp has the same number of a stage's chunks");
-static_assert(TILE_STAGES * WARP_CHUNKS <= 32, "activations stay in registers, two a chunk");
+static_assert(TILE_STAGES * WARP_CHUNKS <= 32, "activations stay in registers, two or four a chunk");
+
+struct Fragment {
+    uint2 k[FP8 ? 2 : 1];
+};
+
+__device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, const Fragment& x) {
+    if constexpr (FP8) {
+        mma_chunk_fp8_f16(sum, w, x.k[0], x.k[1]);
+    } else {
+        mma_chunk_f16(sum, w, x.k[0]);
+    }
+}
 
 // Past L1, where the peek below may have left an older value.
 __device__ __forceinline__ int load_live(const LmHeadArgs& a) {
@@ -91,20 +106,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + WARP, 1)
     if (rows <= 0) return;
 
     const int g = lane / 4, t = lane % 4;
-    uint2 x[TILE_STAGES][WARP_CHUNKS];
+    Fragment x[TILE_STAGES][WARP_CHUNKS];
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES; ++stage) {
 #pragma unroll
         for (int c = 0; c < WARP_CHUNKS; ++c) {
             const int chunk = stage * STAGE_CHUNKS + warp * WARP_CHUNKS + c;
-            const f16* from = a.normed + int64_t(g) * HIDDEN + chunk * 16 + t * 4;
-            x[stage][c] = g < rows ? *reinterpret_cast<const uint2*>(from) : make_uint2(0u, 0u);
+            const f16* from = a.normed + int64_t(g) * HIDDEN + chunk * CHUNK_K + t * 4;
+#pragma unroll
+            for (int i = 0; i < CHUNK_K / 16; ++i)
+                x[stage][c].k[i] = g < rows ? *reinterpret_cast<const uint2*>(from + 16 * i) : make_uint2(0u, 0u);
         }
     }
 
     int slot = 0, buffer = 0;
     uint32_t parity = 0;
     for (int tile = blockIdx.x; tile < TILES; tile += gridDim.x) {
+        const float step = FP8 ? a.scales[tile * 16 + threadIdx.x % 16] : 1.0f;  // arrives before the weights
         float even[4] = {}, odd[4] = {};  // two chains of products, as one would wait for each MMA
 #pragma unroll
         for (int stage = 0; stage < TILE_STAGES; ++stage) {
@@ -114,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + WARP, 1)
 #pragma unroll
             for (int c = 0; c < WARP_CHUNKS; ++c) w[c] = *reinterpret_cast<const uint4*>(chunk + c * 512);
 #pragma unroll
-            for (int c = 0; c < WARP_CHUNKS; ++c) mma_chunk_f16(c % 2 == 0 ? even : odd, w[c], x[stage][c]);
+            for (int c = 0; c < WARP_CHUNKS; ++c) multiply(c % 2 == 0 ? even : odd, w[c], x[stage][c]);
             reads_before_copies();
             __syncwarp();  // every lane has read its part before the slot is given back
             if (lane == 0) barrier_arrive(&empty[slot]);
@@ -136,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + WARP, 1)
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < CONSUMERS; ++w) sum += sums[w * WARP * 4];
-            const float logit = a.scale * sum;
+            const float logit = a.scale * (FP8 ? step * sum : sum);
             if (!is_finite(logit)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_LM_HEAD, a.layer);
             a.logits[int64_t(row) * VOCAB + tile * 16 + v] = logit;
         }

@@ -65,6 +65,51 @@ extern "C" __global__ void __launch_bounds__(BLOCK) pack(const __grid_constant__
     }
 }
 
+// Rows to E4M3 with a scale each: the row's largest magnitude becomes 448. For a matrix whose rounding changes speed and
+// not results: the draft's lm_head, as drafts are verified whatever they were drawn from.
+// PRECOND: grid >= 1, block 256; kind BF16 or FP32; source and target 16-byte aligned, k a multiple of 32. tail unused.
+// Reads each element twice (the second time from L2), writes a byte for it, and scales [tiles][16].
+extern "C" __global__ void __launch_bounds__(BLOCK) quantise(const __grid_constant__ PackArgs a) {
+    __shared__ float scale[16];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    for (int tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
+        const auto value = [&](int row, int column) {
+            const uint64_t element = (uint64_t(tile) * 16 + row) * a.k + column;
+            return a.kind == 1 ? bf16_to_float(reinterpret_cast<const bf16*>(a.source)[element])
+                               : reinterpret_cast<const float*>(a.source)[element];
+        };
+        for (int row = warp; row < 16; row += BLOCK / WARP) {
+            float top = 0.0f;
+            bool wrong = false;
+            for (int column = lane; column < a.k; column += WARP) {
+                const float x = value(row, column);
+                wrong |= !is_finite(x);
+                top = fmaxf(top, fabsf(x));
+            }
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+            if (wrong) report(a, 2ull * tile + row / 8, NOT_FINITE);
+            const float step = top / 448.0f;
+            if (lane == 0) scale[row] = step > 0.0f ? step : 1.0f;
+        }
+        __syncthreads();  // all rows' scales are there
+        if (threadIdx.x < 16) a.scales[tile * 16 + threadIdx.x] = scale[threadIdx.x];
+        uint4* const out = reinterpret_cast<uint4*>(a.target) + uint64_t(tile) * a.k;
+        for (int c = warp; c < a.k / 32; c += BLOCK / WARP) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = g + 8 * (i & 1), column = 32 * c + 16 * (i / 2) + 4 * t;
+                const float by = scale[row];
+                words[i] = uint32_t(float_to_e4m3x2(value(row, column) / by, value(row, column + 1) / by)) |
+                           uint32_t(float_to_e4m3x2(value(row, column + 2) / by, value(row, column + 3) / by)) << 16;
+            }
+            out[c * WARP + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        __syncthreads();  // everyone has used the scales
+    }
+}
+
 // Looks for values that are not finite in BF16 rows, [tiles][k] at `target`: tables go to their place as they are.
 // PRECOND: grid >= 1, block 256; target 16-byte aligned, k a multiple of 2.
 extern "C" __global__ void __launch_bounds__(BLOCK) check_table(const __grid_constant__ PackArgs a) {

@@ -40,6 +40,18 @@ def tiles(matrix: NDArray[Any]) -> Bytes:
     return f16_tiles(matrix) if matrix.dtype == np.float16 else fp8_tiles(matrix)
 
 
+def quantised(values: F32) -> tuple[Bytes, F32]:
+    """float32 [rows, k] as E4M3 codes uint8 [rows, k] and scales float32 [rows, 1], the largest magnitude over 448.
+
+    A row of zeros has the scale 1; one that is not finite has a scale that is not finite either.
+    """
+    scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(448)
+    scales[scales == 0] = 1
+    with np.errstate(invalid="ignore"):
+        codes = (values / scales).astype(ml_dtypes.float8_e4m3fn)
+    return codes.view(np.uint8), scales
+
+
 def untile(packed: Bytes, rows: int, k: int, *, fp8: bool) -> NDArray[Any]:
     """The inverse of `tiles`, as values: [rows, k] of the chunks with which `packed` begins, codes decoded unscaled."""
     size = rows * k * (1 if fp8 else 2)

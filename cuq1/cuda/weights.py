@@ -7,6 +7,8 @@ layer's among them (`draft.qkv.weights`).
 Precision is one of two a part of a layer. A part (attention: q, k, v, o; or all of an MLP's gate, up and down) is FP8
 where all its linears carry scales and the shapes allow it, else F16: dequantised, and rounded to IEEE halves. A BF16
 value fits a half exactly from 2**-14 up; below it loses at most 2**-25, 3e-8, absolute. What exceeds a half is refused.
+The draft's lm_head alone is rounded further, to E4M3 with a scale a row: it decides what is drafted, never what is
+accepted (tools/decisions/009).
 """
 
 from collections.abc import Sequence
@@ -223,7 +225,9 @@ class _Planner:
             self.add(name, (hidden,), "float32")
         self.f16_tiles("draft.eh_proj", hidden // share.tp, 2 * hidden)
         layer = self.layer("draft.", share, precision, moe=True, sandwich=True)
-        self.f16_tiles("draft.lm_head", config.vocab_size // share.tp, hidden)
+        tiles = -(-(config.vocab_size // share.tp) // TILE)
+        self.add("draft.lm_head.weights", (tiles, hidden // 32, CHUNK))
+        self.add("draft.lm_head.scales", (tiles * TILE,), "float32")
         return layer
 
     def layer(self, prefix: str, share: RankShare, precision: Precision, *, moe: bool, sandwich: bool) -> LayerLayout:

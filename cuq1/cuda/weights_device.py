@@ -131,8 +131,9 @@ class DeviceArena:
             kind=piece.kind,
             tail=piece.tail,
             fp8=piece.fp8,
+            scales=0 if piece.scales is None else self.address + piece.scales,
         )
-        self._launch(packing.pack(piece.tiles), args)
+        self._launch(packing.pack(piece.tiles) if piece.scales is None else packing.quantise(piece.tiles), args)
 
     def fold(self, fold: Fold) -> None:
         args = FoldArgs(
@@ -210,6 +211,7 @@ def _function(entry: str) -> Function:
     """Loaded once: a kernel's grid is no part of its code."""
     kernel = {
         "pack": packing.pack(1),
+        "quantise": packing.quantise(1),
         "check_table": packing.check_table(1),
         "fold_router": packing.fold_router(1, 1, 1),
         "fill": packing.fill(1),

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.checkpoint.linear import BLOCK
-from cuq1.cuda.repack import TILE, tiles, untile
+from cuq1.cuda.repack import TILE, quantised, tiles, untile
 from cuq1.cuda.weights import Layout
 from cuq1.cuda.weights_load import BF16, E4M3, F32, NO_REPORT, NOT_FINITE, TOO_LARGE, Bytes, Fold, Piece
 
@@ -43,7 +43,11 @@ class HostArena:
         dtype = _DTYPES[piece.kind]
         size = piece.tiles * TILE * piece.k * np.dtype(dtype).itemsize
         rows = self._staged[:size].view(dtype).reshape(piece.tiles * TILE, piece.k)
-        if piece.fp8:
+        if piece.scales is not None:
+            rows, scales = quantised(rows.astype(np.float32))
+            self._refuse(~np.isfinite(scales), piece.key, NOT_FINITE)
+            self.data[piece.scales : piece.scales + scales.nbytes] = scales.view(np.uint8).ravel()
+        elif piece.fp8:
             self._refuse(rows & 0x7F == 0x7F, piece.key, NOT_FINITE)
         else:
             values = rows.astype(np.float32)

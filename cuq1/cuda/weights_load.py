@@ -9,7 +9,7 @@ thread don't hold up the others.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class Piece:
     """Whole tiles of one tensor, staged as [tiles][16 rows][k] elements, then [tiles][tail] bytes.
 
     offset: in the arena, of the first tile; a tile takes tile_bytes, its chunks and then its tail.
+    scales: in the arena, of the first row's FP32 scale, where BF16 or FP32 rows are to become E4M3; else None.
     key: (job << 40) + (first row / 8 << 8); a report adds (row in the piece / 8 << 8) and what is wrong.
     """
 
@@ -51,6 +52,7 @@ class Piece:
     fp8: bool
     tail: int
     key: int
+    scales: int | None = None
 
     @property
     def tile_bytes(self) -> int:
@@ -95,7 +97,7 @@ class Arena(Protocol):
         """Staged BF16 rows as they are; those that are not finite are reported."""
 
     def pack(self, piece: Piece) -> None:
-        """Staged rows as tiles."""
+        """Staged rows as tiles; where it has scales, each row is divided by its own, its largest magnitude over 448."""
 
     def fold(self, fold: Fold) -> None:
         """Folded routing, from tensors that are in the arena already."""
@@ -168,7 +170,7 @@ class _Loader:
         self._array("draft.final_norm", draft.final_layernorm)
         self._matrix("draft.eh_proj", draft.eh_proj)
         self._layer(draft.layer, plan, -1)
-        self._matrix("draft.lm_head", draft.lm_head)
+        self._matrix("draft.lm_head.weights", draft.lm_head, scales="draft.lm_head.scales")
 
     def _layer(self, layer: LayerShare, plan: LayerLayout, number: int) -> None:
         prefix, attention, mlp = plan.prefix, layer.attention, layer.mlp
@@ -259,18 +261,21 @@ class _Loader:
             self.arena.table(tensor.offset + 2 * top * k, count, k, (job << 40) + (top // 8 << 8))
             self.written.append((tensor.offset + 2 * top * k, 2 * count * k))
 
-    def _matrix(self, name: str, linear: Linear, *, fp8: bool = False) -> None:
-        """A matrix in its own order of rows, padded to whole tiles."""
+    def _matrix(self, name: str, linear: Linear, *, fp8: bool = False, scales: str | None = None) -> None:
+        """A matrix in its own order of rows, padded to whole tiles. scales: as for `_tiles`."""
         rows, step = linear.shape[0], _ITEM_TILES * TILE
         items = []
         for top in range(0, rows, step):
             count = min(step, rows - top)
             tiles = -(-count // TILE)
             items.append(_Item(tiles, (_Fetch(linear.part(slice(top, top + count)), tiles * TILE, 0, count),)))
-        self._tiles(name, items, fp8=fp8)
+        self._tiles(name, items, fp8=fp8, scales=scales)
 
-    def _tiles(self, name: str, items: Iterable[_Item], *, fp8: bool) -> None:
-        """A packed tensor from its items, several of them a piece."""
+    def _tiles(self, name: str, items: Iterable[_Item], *, fp8: bool, scales: str | None = None) -> None:
+        """A packed tensor from its items, several of them a piece.
+
+        scales: the tensor for a scale a row, where the items' plain rows are to become E4M3.
+        """
         items = list(items)
         tensor = self.layout.tensors[name]
         kind = _kind([fetch.linear for item in items for fetch in item.fetches], fp8=fp8)
@@ -281,9 +286,13 @@ class _Loader:
         tile = 0
         for group in _groups(items, TILE * k * ELEMENT_BYTES[kind] + tail):
             tiles = sum(item.tiles for item in group)
-            piece = Piece(0, tiles, k, kind, fp8, tail, (job << 40) + (2 * tile << 8))
+            piece = Piece(0, tiles, k, kind, fp8 or scales is not None, tail, (job << 40) + (2 * tile << 8))
             offset = tensor.offset + tile * piece.tile_bytes
-            piece = Piece(offset, tiles, k, kind, fp8, tail, piece.key)
+            piece = replace(piece, offset=offset)
+            if scales is not None:
+                at = self.layout.tensors[scales].offset + 4 * TILE * tile
+                piece = replace(piece, scales=at)
+                self.written.append((at, 4 * TILE * tiles))
             self._stage(piece, group)
             self.arena.pack(piece)
             self.written.append((offset, piece.nbytes))

@@ -35,7 +35,7 @@ def fills(layout: Layout) -> list[Fill]:
         found += [
             _whole(layout.tensors["draft.embed"], FILL_BF16, 0.0, 1.0),
             _whole(layout.tensors["draft.eh_proj"], FILL_F16, 0.0, (2 * hidden) ** -0.5),
-            _whole(layout.tensors["draft.lm_head"], FILL_F16, 0.0, hidden**-0.5),
+            *_matrix_fills(layout, "draft.lm_head", hidden),
             *_norms(layout, "draft.enorm", "draft.hnorm", "draft.final_norm"),
             *_layer_fills(layout, -1, layout.draft),
         ]

@@ -242,10 +242,13 @@ def _distinct(b: Builder, rows_: int) -> float:
 
 
 def _head(b: Builder, name: str, normed: str, rows_: int, live: Ref | int, layer: int) -> None:
+    """Logits. The draft's matrix is E4M3 with a scale a row: a draft is verified whatever it was drawn from."""
     d = b.model.dims
-    weights = b.weight(name)
+    drafting = layer == DRAFT
+    weights = b.weight(f"{name}.weights" if drafting else name)
+    scales = b.weight(f"{name}.scales") if drafting else 0
     b.add(
-        head.lm_head(d, head.KEPT if layer == DRAFT else 0),
+        head.lm_head(d, head.KEPT if drafting else 0, fp8=drafting),
         "lm_head",
         layer,
         {
@@ -255,8 +258,9 @@ def _head(b: Builder, name: str, normed: str, rows_: int, live: Ref | int, layer
             "weights": weights,
             "logits": Ref("logits", 0),
             "scale": b.model.config.logit_scale,
+            "scales": scales,
         },
-        b.size(weights),
+        b.size(weights, scales),
         rows_ * d.vocab * 4,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -37,11 +38,19 @@ def matrices():
     return get
 
 
-def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None, kept=0):
+def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None, kept=0, *, fp8=False):
     normed = rng.standard_normal((ROWS, dims.hidden), np.float32).astype(np.float16)
     computed = rows if live is None else min(rows, live)
     normed[computed:] = np.nan  # what dead rows hold must reach no live one
-    x, w = gpu.array(normed), gpu.array(packed(weights))
+    x, scales = gpu.array(normed), None
+    if fp8:
+        padding = -len(weights) % 16
+        codes, steps = repack.quantised(weights.astype(np.float32))
+        weights = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * steps
+        w = gpu.array(repack.fp8_tiles(np.pad(codes, ((0, padding), (0, 0)))))
+        scales = gpu.array(np.pad(steps[:, 0], (0, padding), constant_values=np.nan))
+    else:
+        w = gpu.array(packed(weights))
     out = gpu.poison((ROWS, dims.vocab), np.float32)
     alive = gpu.array(np.array([live if live is not None else 0], np.int32))
     args = LmHeadArgs(
@@ -53,8 +62,10 @@ def check_lm_head(gpu, dims, weights, rows, rng, live=None, patch=None, kept=0):
         w.data.ptr,
         out.data.ptr,
         SCALE,
+        0,
+        0 if scales is None else scales.data.ptr,
     )
-    gpu.run(head.lm_head(dims, kept), args, patch)
+    gpu.run(head.lm_head(dims, kept, fp8=fp8), args, patch)
     ours = out.get()
     assert np.isnan(ours[computed:]).all(), "a dead row was written"
     expected = twin.logits(normed[:computed], weights, SCALE)
@@ -77,14 +88,16 @@ def fresh():
 def test_lm_head(gpu, matrices, name, rows):
     rng = fresh()
     for kept in (0, head.KEPT):
-        check_lm_head(gpu, DIMS[name], matrices(DIMS[name], rng), rows, rng, kept=kept)
+        for fp8 in (False, True):
+            check_lm_head(gpu, DIMS[name], matrices(DIMS[name], rng), rows, rng, kept=kept, fp8=fp8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [1003, 17, 9 * 132 * 16 + 1])
 def test_lm_head_of_odd_sizes(gpu, matrices, vocab):
     rng, dims = fresh(), replace(NANO, vocab=vocab)
-    check_lm_head(gpu, dims, matrices(dims, rng), 3, rng)
+    for fp8 in (False, True):
+        check_lm_head(gpu, dims, matrices(dims, rng), 3, rng, fp8=fp8)
 
 
 @pytest.mark.gpu
@@ -108,7 +121,7 @@ def test_lm_head_repeats_itself(gpu, matrices):
     [
         ("sum += sums[w * WARP * 4]", "sum += w == 3 ? 0.0f : sums[w * WARP * 4]"),
         ("row < rows && tile", "row < ROWS && tile"),
-        ("a.scale * sum", "sum"),
+        ("a.scale * (FP8", "(FP8"),
     ],
     ids=["a warp's share is lost", "dead rows are written", "no scale"],
 )
@@ -116,6 +129,22 @@ def test_lm_head_check_rejects(gpu, matrices, patch):
     rng = fresh()
     with pytest.raises(AssertionError):
         check_lm_head(gpu, NANO, matrices(NANO, rng), 5, rng, patch=patch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "patch",
+    [
+        ("step * sum", "sum"),
+        ("a.scales[tile * 16 + ", "a.scales[16 + "),
+        ("w, x.k[0], x.k[1]", "w, x.k[1], x.k[0]"),
+    ],
+    ids=["no row's scale", "another row's scale", "halves of K change places"],
+)
+def test_lm_head_check_rejects_in_e4m3(gpu, matrices, patch):
+    rng = fresh()
+    with pytest.raises(AssertionError):
+        check_lm_head(gpu, NANO, matrices(NANO, rng), 5, rng, patch=patch, fp8=True)
 
 
 @pytest.mark.gpu

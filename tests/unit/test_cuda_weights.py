@@ -131,14 +131,46 @@ def test_every_element_is_at_its_place(model, tp, rank):
                 np.testing.assert_array_equal(arena.tensor(prefix + name), values, err_msg=name)
 
 
+def check_rounded_rows(codes, scales, values):
+    """Codes [rows, k] times their rows' scales are values, to E4M3's half step, and use all of its range."""
+    largest = np.abs(values).max(axis=1)
+    np.testing.assert_array_equal(np.abs(codes).max(axis=1), np.where(largest > 0, 448, 0))
+    error = np.abs(codes * scales[: len(codes), None] - values)
+    # Half a step: 2**-4 of a normal number, 2**-10 of the scale below 2**-6 of it.
+    bound = np.maximum(np.abs(values) * 2.0**-4, scales[: len(codes), None] * 2.0**-10)
+    assert (error <= 1.0001 * bound).all()
+
+
+def test_a_scale_of_another_row_is_noticed():
+    values = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32) * [[1], [2], [3], [4]]
+    codes, scales = repack.quantised(values.astype(np.float32))
+    codes = codes.view(E4M3).astype(np.float32)
+    check_rounded_rows(codes, scales[:, 0], values)
+    with pytest.raises(AssertionError):
+        check_rounded_rows(codes, np.roll(scales[:, 0], 1), values)
+
+
+def test_a_row_of_zeros_and_one_that_is_not_finite():
+    codes, scales = repack.quantised(np.array([[0.0] * 32, [np.inf] * 32, [np.nan] * 32, [1e-44] * 32], np.float32))
+    assert not codes[0].any()
+    assert scales[0, 0] == 1
+    assert not np.isfinite(scales[1:3]).any()
+    assert (codes[3] & 0x7F != 0x7F).all()
+
+
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (8, 5)])
 def test_what_belongs_to_no_layer(model, tp, rank):
     weights, arena = loaded(model, tp, rank)
     for prefix, share in (("", weights.target), ("draft.", weights.draft)):
         table = arena.tensor(f"{prefix}embed")
         np.testing.assert_array_equal(table, share.embed_tokens.weight.view(np.uint16))
-        heads = matrix_of(arena.tensor(f"{prefix}lm_head"), fp8=False).view(np.float16)
-        np.testing.assert_array_equal(heads[: 160 // tp], share.lm_head.dequantize().astype(np.float16))
+        if prefix:
+            codes = matrix_of(arena.tensor("draft.lm_head.weights"), fp8=True)
+            heads = codes.view(E4M3).astype(np.float32)
+            check_rounded_rows(heads[: 160 // tp], arena.tensor("draft.lm_head.scales"), share.lm_head.dequantize())
+        else:
+            heads = matrix_of(arena.tensor("lm_head"), fp8=False).view(np.float16)
+            np.testing.assert_array_equal(heads[: 160 // tp], share.lm_head.dequantize().astype(np.float16))
         assert len(heads) == -(-160 // tp // 16) * 16
         assert not heads[160 // tp :].any()
     np.testing.assert_array_equal(arena.tensor("norm"), weights.target.norm)
@@ -387,7 +419,8 @@ def test_the_released_model_at_eight_ranks():
     assert tensors["layers.3.fold"].shape == (256, 768 + 384)
     assert tensors["lm_head"].shape == (1250, 192, 512)
     assert tensors["draft.eh_proj"].shape == (24, 384, 512)
-    assert tensors["draft.lm_head"].nbytes == 20_000 * 3072 * 2
+    assert tensors["draft.lm_head.weights"].nbytes == 20_000 * 3072
+    assert tensors["draft.lm_head.scales"].shape == (20_000,)
     assert (layout.dense_inner(0), layout.dense_groups(0)) == (192, 8)
     assert (layout.dense_inner(1), layout.dense_groups(1)) == (0, 0)
     assert "layers.0.ffn_out_norm" in tensors

@@ -13,17 +13,18 @@ _CONSUMERS = 8  # warps
 _CLUSTER = 8
 
 
-def lm_head(dims: Dims, kept: int = 0) -> Kernel:
+def lm_head(dims: Dims, kept: int = 0, *, fp8: bool = False) -> Kernel:
     """logits float32 [ROWS, vocab] = scale * normed [rows, hidden] @ W.T; twin: cuq1.reference.q1.head_logits.
 
-    W: float16 as `repack.f16_tiles`, padded with zeros to a multiple of 16 rows. kept: sixteenths of it that L2 should
-    hold until the next launch with the same weights.
+    W: float16 as `repack.f16_tiles`, padded with zeros to a multiple of 16 rows; fp8: codes as `repack.fp8_tiles` with
+    a scale a row, as `repack.quantised`. kept: sixteenths of it that L2 should hold until the next launch with the same
+    weights.
     """
-    chunks = dims.hidden // 16
+    chunks = dims.hidden // (32 if fp8 else 16)
     stage = next(n for n in (32, 24, 16, 8) if chunks % n == 0)
     stages = min(_RING // (stage * 512), 24)
     tiles = -(-dims.vocab // 16)
-    defines = (*common(dims), ("STAGE_CHUNKS", stage), ("STAGES", stages), ("KEPT", kept))
+    defines = (*common(dims), ("STAGE_CHUNKS", stage), ("STAGES", stages), ("KEPT", kept), ("FP8_HEAD", int(fp8)))
     grid = (min(MULTIPROCESSORS, tiles), 1, 1)
     block = (_CONSUMERS + 1) * 32
     smem = stages * stage * 512
@@ -41,4 +42,4 @@ def top_k(dims: Dims) -> Kernel:
 
 def kernels(dims: Dims) -> list[Kernel]:
     """All of the head's."""
-    return [lm_head(dims), lm_head(dims, KEPT), top_k(dims)]
+    return [lm_head(dims), lm_head(dims, KEPT, fp8=True), top_k(dims)]

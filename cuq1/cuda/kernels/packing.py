@@ -15,6 +15,11 @@ def pack(tiles: int) -> Kernel:
     return Kernel("pack.cu", "pack", PackArgs, (), (min(tiles, 4 * _MOST_BLOCKS), 1, 1), 256, pdl=False)
 
 
+def quantise(tiles: int) -> Kernel:
+    """Staged rows as E4M3 tiles with a scale a row, checked. Twin: HostArena.quantise."""
+    return Kernel("pack.cu", "quantise", PackArgs, (), (min(tiles, _MOST_BLOCKS), 1, 1), 256, pdl=False)
+
+
 def check_table(rows: int) -> Kernel:
     """Reports BF16 values that are not finite. Twin: HostArena.table."""
     return Kernel("pack.cu", "check_table", PackArgs, (), (min(rows, _MOST_BLOCKS), 1, 1), 256, pdl=False)
@@ -35,6 +40,7 @@ def kernels(dims: Dims) -> list[Kernel]:
     """The same code for all sizes."""
     return [
         pack(dims.experts * dims.inner // 8),
+        quantise(-(-dims.vocab // 16)),
         check_table(dims.vocab_total),
         fold_router(dims.q_heads, dims.slice_width, dims.experts),
         fill(1 << 20),
