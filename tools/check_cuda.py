@@ -1,6 +1,6 @@
 """Hold the GPU engine against the reference on nano: greedy output, scores, acceptance, repetition.
 
-    python -m tools.check_cuda [greedy score acceptance repeat] [--log] ...
+    python -m tools.check_cuda [greedy score acceptance repeat] [--reference FILE] [--log] ...
 
 greedy: sequences of both engines are equal, except where the reference's two best logits are closer than the
 measured error; every such place is listed. score: relative error of logits, and perplexity of source that nano was
@@ -9,9 +9,11 @@ with equal outputs, flat memory and no error.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from cuq1.cli import Parser, guarded
 from cuq1.cuda.engine import CudaEngine
 from cuq1.engine import Engine, open_engine
+from cuq1.errors import RequestError
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from tools.bench import NANO, ROOT, append_row, at_least_one, nano
 
@@ -154,12 +157,30 @@ def perplexity(scores: Sequence[F32], pieces: Sequence[Sequence[int]]) -> float:
     return float(np.exp(total / count))
 
 
+def acceptance_tasks(rounds: int) -> list[tuple[Sequence[int], int, int]]:
+    """Requests, as `accepted` takes them, that have at least `rounds` rounds together: no round commits more than 8."""
+    return [(ids, seed, 120) for seed, ids in enumerate(nano()[2](rounds // 15 + 1, 17))]
+
+
+def reference_counts(options: argparse.Namespace) -> list[int]:
+    """Accepted drafts of the reference's rounds, from options.reference where that file exists."""
+    path: Path | None = options.reference
+    if path is not None and path.exists():
+        kept = json.loads(path.read_text())
+        if kept["rounds"] != options.rounds:
+            raise RequestError(f"{path} was made with --rounds {kept['rounds']}: give that, or remove it")
+        return list(kept["accepted"])
+    tasks = acceptance_tasks(options.rounds)
+    found = [n for counts in on_cpu(_cpu_accepted, tasks, options.jobs) for n in counts]
+    if path is not None:
+        path.write_text(json.dumps({"rounds": options.rounds, "accepted": found}))
+    return found
+
+
 def check_acceptance(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """How often each depth's draft is accepted where it is reached, against the reference's rate."""
-    prompts = nano()[2](options.rounds // 20, 17)
-    tasks = [(ids, seed, 120) for seed, ids in enumerate(prompts)]
-    ours = [n for task in tasks for n in accepted(engine, *task)]
-    theirs = [n for found in on_cpu(_cpu_accepted, tasks, options.jobs) for n in found]
+    theirs = reference_counts(options)
+    ours = [n for task in acceptance_tasks(options.rounds) for n in accepted(engine, *task)]
     rates = [[float(np.mean(np.asarray(counts) > depth)) for depth in range(MAX_DRAFTS)] for counts in (ours, theirs)]
     difference = max(abs(a - b) for a, b in zip(*rates, strict=True))
     return {
@@ -232,8 +253,13 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("--activations", choices=["f16", "fp8"], default="f16")
     parser.add_argument("--tolerance", type=float, default=1e-2)
     parser.add_argument("--jobs", type=at_least_one, default=4, help="processes of the reference")
+    parser.add_argument("--reference", type=Path, help="where the acceptance of the reference is kept (.json)")
+    parser.add_argument("--reference-only", action="store_true", help="compute and keep it, without a GPU")
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/cuda.jsonl")
     options = parser.parse_args(argv)
+    if options.reference_only:
+        reference_counts(options)
+        return 0
     failed = 0
     with open_engine(NANO, "cuda", activations=options.activations) as engine:
         for name in options.checks:
