@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Everything that one GPU has to show, in one run: kernel and engine tests, memcheck and racecheck, both engines against
+# each other, the decode loop, and what is timed. Prints a line a job; logs and the jobs' last lines go to OUT.
+#
+#   tools/qualify_gpu.sh OUT [REFERENCES]
+#
+# REFERENCES: a folder with lengths.npy and acceptance.json, from `check_lengths --reference FILE --reference-only` and
+# `check_cuda --rounds 16000 --reference FILE --reference-only`, which need no GPU; without it they are computed here.
+# Rows are appended to tools/benchlog/. Tests and checks run side by side first, then what is timed, one at a time.
+set -u
+[ $# -ge 1 ] || { sed -n '2,9p' "$0" | cut -c3-; exit 2; }
+cd "$(dirname "$0")/.." || exit 2
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
+references=${2:-$out}
+export PYTHONPATH=. PYTHONDONTWRITEBYTECODE=1 OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-2}
+python=${PYTHON:-python3}
+pytest="$python -m pytest -q --no-header -p no:cacheprovider"
+failures=$out/failures
+: > "$failures"
+
+job() {  # name, seconds at the most, command
+    local name=$1 limit=$2 begin=$SECONDS status
+    shift 2
+    timeout -k 5 "$limit" bash -c "$*" > "$out/$name.log" 2>&1
+    status=$?
+    printf '%-14s exit %3d after %3d s: %s\n' "$name" $status $((SECONDS - begin)) \
+        "$(grep -v '^ *$' "$out/$name.log" | tail -1 | cut -c1-150)"
+    [ $status -eq 0 ] || echo "$name" >> "$failures"
+}
+
+nano="$python -m cuq1.generate --device cuda --loop host --chat 'Write a loop' --max-tokens 12"
+sanitize() { echo "compute-sanitizer --tool $1 --error-exitcode 1 --print-limit 20 $nano ${*:2}"; }
+
+job kernels-a 240 "$pytest tests/kernels/test_experts.py" &
+job kernels-b 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_prefill_chunks.py tests/kernels/test_head.py" &
+job kernels-c 240 "$pytest tests/kernels/test_attention.py tests/kernels/test_rows.py tests/kernels/test_draft.py" &
+job kernels-d 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py tests/kernels/test_machinery.py" &
+job engine 240 "$pytest tests/gpu/test_cuda_engine.py tests/gpu/test_loop.py" &
+job weights 240 "$pytest tests/gpu/test_weights.py" &
+job memcheck 240 "$(sanitize memcheck --seed 3)" &
+job racecheck 240 "$(sanitize racecheck --temperature 0)" &
+job lengths 240 "$python -m tools.check_lengths --reference $references/lengths.npy --log &&
+    $python -m tools.check_lengths --reference $references/lengths.npy --activations fp8 --tolerance 0.08 --log" &
+job greedy 240 "$python -m tools.check_cuda greedy score --jobs 2 --log &&
+    $python -m tools.check_cuda score --decode --activations fp8 --tolerance 0.08 --source-tokens 12000 --jobs 2 --log &&
+    $python -m tools.check_cuda score --decode --source-tokens 12000 --jobs 2 --log" &
+job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 16000 --reference $references/acceptance.json --log" &
+job loop 240 "$python -m tools.check_loop equal ends distribution stall --log" &
+wait
+job round 60 "$python -m tools.bench_round --rows 4..8 --kernels --marginal"
+job sweep 60 "$python -m tools.bench_round --context sweep --experts 37.7"
+job capacity 60 "$python -m tools.bench_round --context 1024 --capacity 262144"
+job speed 90 "$python -m tests.kernels.speed_attention; $python -m tests.kernels.prefill_speed prompt;
+    $pytest -s tests/kernels/test_head.py -k speed"
+job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
+job gap 60 "$python -m tools.check_loop gap drafting --log; $python -m tools.bench_loop --log"
+job million 240 "$python -m tools.check_loop million --log"
+sort -u "$failures" | sed 's/^/failed: /'
+[ ! -s "$failures" ]
