@@ -20,7 +20,7 @@
 // tile, whose time nothing hides, is done with as fast as all warps can. Splits of a single tile, the case of sliding
 // layers, leave multiprocessors over: there each m-tile has a block of its own (M_SPLITS).
 #include "abi.cuh"
-#include "common/copy.cuh"
+#include "common/attend.cuh"
 #include "common/kv.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
@@ -35,7 +35,6 @@ constexpr int V_STEPS = KV_TILE / 16;                // of the product with valu
 constexpr int KEY_TILES = KV_TILE / WARPS / 8;       // of a warp's scores
 constexpr int N_TILES = HEAD_DIM / WARPS / 8;        // of a warp's output
 constexpr int STEPS_A_LOAD = 2 / KEY_TILES;          // of the product with keys
-constexpr float LOG2E = 1.4426950408889634f;
 
 static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
 static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
@@ -53,39 +52,6 @@ struct Shared {
     uint64_t k_full[STAGES], v_full[STAGES];
 };
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
-
-__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));  // 2^-22 relative; exactly 0 for -inf
-    return y;
-}
-
-// 16 bytes, or zeros without reading anything.
-__device__ __forceinline__ void copy_async_or_zeros(void* shared, const void* global, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(there ? 16 : 0)
-                 : "memory");
-}
-
-// The maximum over no key.
-__device__ __forceinline__ float none() { return __uint_as_float(0xff800000u); }
-
-// It is no number to subtract.
-__device__ __forceinline__ float base_of(float top, float to_log2) { return top == none() ? 0.0f : top * to_log2; }
 
 // The split's tiles, and where they come from.
 struct Share {

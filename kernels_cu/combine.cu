@@ -13,7 +13,7 @@
 // denominator for itself, which costs a few shuffles and saves a barrier. z takes part in M, so that M is a number even
 // where a split saw no key.
 #include "abi.cuh"
-#include "common/copy.cuh"
+#include "common/attend.cuh"
 #include "common/fault.cuh"
 #include "common/kv.cuh"
 #include "common/pdl.cuh"
@@ -25,19 +25,9 @@ constexpr int PART_LANES = 8;                  // of a split
 constexpr int PART = PART_LANES * 4;           // dimensions of a block
 constexpr int ROUND = THREADS / PART_LANES;    // splits at a time
 constexpr int OWN = (SPLITS + WARP - 1) / WARP;  // splits of a thread, and splits whose statistics it holds
-constexpr float LOG2E = 1.4426950408889634f;
 
 static_assert(ROUND == WARP, "the register that holds a split's weight must not depend on the warp");
 static_assert(HEAD_DIM % PART == 0 && PART == WARP, "a warp writes a block's outputs");
-
-__device__ __forceinline__ float none() { return __uint_as_float(0xff800000u); }  // the maximum over no key
-
-// 16 bytes, or zeros without reading anything.
-__device__ __forceinline__ void copy_async_or_zeros(void* shared, const void* global, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(there ? 16 : 0)
-                 : "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_constant__ CombineArgs a) {
     __shared__ float4 out[OWN][THREADS];  // each thread reads what it copied itself

@@ -58,6 +58,7 @@ def layer_values(layer: LayerForward, x: F32, start: int) -> tuple[Values, F32]:
 WRITES = {
     "embed": ("normed",),
     "qkv": ("q", "k_cache", "v_cache"),
+    "attention_short": ("attended32",),
     "combine": ("attended32",),
     "o_proj": ("o",),
     "attn_tail": ("h", "ffn_normed", "expert_ids"),
@@ -102,7 +103,7 @@ class Pair:
                 expected["normed"] = rms_norm(x, self._norm(number + 1), self.config.rms_norm_eps)
             if launch.label == "lm_head":
                 expected["logits"] = self.cpu.logits(expected["normed"])
-            for name in WRITES.get(launch.label, ()):
+            for name in WRITES.get(launch.kernel.entry, WRITES.get(launch.label, ())):
                 if name not in expected:
                     continue
                 got = self._read(name, launch.layer, rows, start, last=number == len(self.model.layers) - 1)

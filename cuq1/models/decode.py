@@ -2,12 +2,14 @@
 
 A round verifies `rows` rows (the pending token and its drafts), judges the drafts, and drafts for the next round:
 
-    embed, then for each layer  qkv > attention > combine > o_proj > attn_tail > gate_up > down,
+    embed, then for each layer  qkv > attention > o_proj > attn_tail > gate_up > down,
     mlp_tail > lm_head > top_k > accept, then for each draft depth
     eh_proj > qkv > ... > down > mlp_tail > lm_head > top_k > draft_sample.
 
 The norm between down, or eh_proj, and the next qkv is qkv's own part. Only the sandwich layers, which normalise the
 MLP's output as well, and the last one have an mlp_tail.
+
+A full layer of a long context has a combine after attention.
 
 A layer's residual base is the raw input in layer 0 and the draft ("sandwich" layers), and the normalised input
 elsewhere, which is why embed and mlp_tail say what the next layer wants.
@@ -44,16 +46,12 @@ class _Entry:
 def _attention_part(
     b: Builder, layer: Layer, rows_: int, live: Ref | int, positions: Ref, head_rows: int, entry: _Entry
 ) -> None:
-    """qkv, attention, combine, o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values."""
+    """qkv, attention (and combine), o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values."""
     p, d = layer.prefix, layer.dims
     caches = {"k_cache": Ref(f"{p}.k_cache", 0), "v_cache": Ref(f"{p}.v_cache", 0)}
     qkv = {"weights": b.weight(f"{p}.qkv.weights"), "scales": b.maybe(f"{p}.qkv.scales")}
-    splits = attention.splits_for(d, layer.window, b.model.sms)
     seen = min(b.context, layer.window) if layer.window else b.context
     kv = seen * d.kv_heads * 2 * HEAD_DIM * 2
-    partial = {name: Ref(name, 0) for name in ("partial_out", "partial_max", "partial_sum")}
-    shared = {"live": live, "q": Ref("q", 0), "positions": positions, **partial}
-    shape = {"window": layer.window, "splits": splits, "scale": b.model.config.softmax_scale}
     b.add(
         projections.qkv(d, pieces=entry.pieces, base=entry.base),
         "qkv",
@@ -78,29 +76,19 @@ def _attention_part(
     )
     if head_rows == 0:
         return
-    b.add(
-        attention.attention(d, layer.window, splits, short=b.short),
-        "attention",
-        layer.number,
-        {**shared, **caches, **shape, "rows": head_rows, "slots": layer.slots, "written": rows_},
-        kv,
-        0,
-    )
-    b.add(
-        attention.combine(d, splits),
-        "combine",
-        layer.number,
-        {
-            **shared,
-            **shape,
-            "rows": head_rows,
-            "sink_k": b.weight(f"{p}.sink_k"),
-            "attended32": Ref("attended32", 0),
-            "attended": Ref("attended", 0),
-        },
-        0,
-        head_rows * d.q_width * 6,
-    )
+    query: dict[str, Any] = {"live": live, "q": Ref("q", 0), "positions": positions, "rows": head_rows}
+    query |= {"window": layer.window, "scale": b.model.config.softmax_scale}
+    keys = {**caches, "slots": layer.slots, "written": rows_}
+    result = {name: Ref(name, 0) for name in ("attended32", "attended")} | {"sink_k": b.weight(f"{p}.sink_k")}
+    written = head_rows * d.q_width * 6
+    if layer.window or b.short:
+        kernel = attention.attention_short(d, layer.window, head_rows)
+        b.add(kernel, "attention", layer.number, {**query, **keys, **result}, kv, written)
+    else:
+        splits = attention.splits_for(d, b.model.sms)
+        query |= {name: Ref(name, 0) for name in ("partial_out", "partial_max", "partial_sum")} | {"splits": splits}
+        b.add(attention.attention(d, splits), "attention", layer.number, {**query, **keys}, kv, 0)
+        b.add(attention.combine(d, splits), "combine", layer.number, {**query, **result}, 0, written)
     moe = layer.dense_groups == 0
     o = {
         "weights": b.weight(f"{p}.o.weights"),

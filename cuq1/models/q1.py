@@ -119,17 +119,9 @@ class Model:
         return {f"rope.{layer.theta:g}": layer.theta**exponents for layer in self.all_layers}
 
     @property
-    def splits(self) -> dict[str, int]:
-        """Splits of the sequence by layer kind; partial results are sized for the largest."""
-        found = {}
-        for layer in self.all_layers:
-            found[f"{layer.window}"] = attention.splits_for(layer.dims, layer.window, self.sms)
-        return found
-
-    @property
     def short_context(self) -> int:
         """Positions up to which a pass may use the plans for short contexts."""
-        return attention.short_context(attention.splits_for(self.dims, 0, self.sms))
+        return attention.SHORT_CONTEXT
 
 
 def resolve(
@@ -200,7 +192,7 @@ def working_buffers(model: Model) -> list[Buffer]:
     """Everything that a round reads or writes besides weights: caches, activations, the request's state."""
     d = model.dims
     layers = model.all_layers
-    splits = max(model.splits.values())
+    splits = attention.splits_for(d, model.sms)  # of full layers; sliding ones leave no partial results
     groups = max(ROWS * d.top_k, 64)
     inner = max(layer.dims.inner for layer in layers)
     m = ROWS * d.group

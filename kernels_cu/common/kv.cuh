@@ -17,12 +17,13 @@ struct Extent {
     int active;     // splits that have any
 };
 
-// low, high: the lowest and the highest position of the live rows.
+// low, high: the lowest and the highest position of the live rows. TILE: positions of what is counted as a tile.
+template <int TILE = KV_TILE>
 __device__ __forceinline__ Extent kv_extent(int low, int high, int window, int splits) {
     Extent extent;
     const int oldest = window > 0 ? max_int(0, low - window + 1) : 0;
-    extent.first = oldest / KV_TILE;
-    extent.tiles = high / KV_TILE + 1 - extent.first;
+    extent.first = oldest / TILE;
+    extent.tiles = high / TILE + 1 - extent.first;
     extent.per_split = div_up(extent.tiles, splits);
     extent.active = div_up(extent.tiles, extent.per_split);
     return extent;

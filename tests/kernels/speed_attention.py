@@ -1,12 +1,12 @@
-"""Times attention and combine at the released share's sizes: python3 -m tests.kernels.speed_attention
+"""Times attention, combine and attention_short at the released share's sizes: python3 -m tests.kernels.speed_attention
 
 Prints microseconds of one launch in a chain of many, each layer with caches of its own so that L2 does not hold them:
-attention alone, with combine, and combine alone; and what attention reads against what memory delivers.
+attention alone, with combine, and combine alone, with what attention reads against what memory delivers; and
+attention_short, which does both.
 """
 
 import numpy as np
 
-from cuq1.cuda.abi import AttentionArgs, CombineArgs
 from cuq1.cuda.kernels import attention as family
 from cuq1.plan.dims import HEAD_DIM, KV_TILE, ROWS
 from tests.kernels.harness import Gpu
@@ -18,66 +18,50 @@ BYTES = 320 << 20  # of all layers' caches: several times L2
 class Chain:
     """Layers at one position."""
 
-    def __init__(self, gpu, pool, window, position, rows, splits=None, shape=None):
-        self.gpu = gpu
-        self.splits = family.splits_for(RELEASED, window) if splits is None else splits
-        self.window = window
+    def __init__(self, gpu, pool, window, position, rows):
+        self.gpu, self.window, self.rows = gpu, window, rows
+        self.splits = family.splits_for(RELEASED)
         low, high = position - rows + 1, position
         first = max(0, low - window + 1) // KV_TILE if window else 0
         self.bytes = (high // KV_TILE + 1 - first) * KV_TILE * HEAD_DIM * 4
-        slots = window + KV_TILE if window else (high // KV_TILE + 1) * KV_TILE
-        layer_bytes = slots * HEAD_DIM * 4
-        layers = max(2, min(200, BYTES // layer_bytes))
+        self.slots = window + KV_TILE if window else (high // KV_TILE + 1) * KV_TILE
+        layer_bytes = self.slots * HEAD_DIM * 4
         m = ROWS * RELEASED.group
-        self.held = [
-            gpu.array(np.arange(low, low + ROWS, dtype=np.int32)),
-            pool[: ROWS * RELEASED.q_width],
-            gpu.poison((self.splits, m, HEAD_DIM), np.float32),
-            gpu.poison((m, self.splits), np.float32),
-            gpu.poison((m, self.splits), np.float32),
-            gpu.array(np.full(HEAD_DIM, 0.1, np.float32)),
-            gpu.poison((ROWS, RELEASED.q_width), np.float32),
-            gpu.poison((ROWS, RELEASED.q_width), np.float16),
-        ]
-        positions, q, *rest = (x.data.ptr for x in self.held)
-        kernel, second = family.attention(RELEASED, window, self.splits), family.combine(RELEASED, self.splits)
-        if shape is not None:
-            kernel = family.shaped(RELEASED, self.splits, *shape)
-        fault, scale = gpu.fault.address, HEAD_DIM**-0.5
-        self.attention, self.combine = [], []
-        for layer in range(layers):
-            k = pool.data.ptr + layer * layer_bytes
-            self.attention.append(
-                (
-                    kernel,
-                    AttentionArgs(
-                        fault,
-                        0,
-                        layer,
-                        rows,
-                        q,
-                        k,
-                        k + layer_bytes // 2,
-                        positions,
-                        *rest[:3],
-                        slots,
-                        window,
-                        self.splits,
-                        scale,
-                        rows,
-                    ),
-                )
-            )
-            outputs = (rest[3], positions, *rest[:3], *rest[4:])
-            self.combine.append(
-                (second, CombineArgs(fault, 0, layer, rows, q, *outputs, window, self.splits, scale, 0))
-            )
+        self.buffers = {
+            "positions": gpu.array(np.arange(low, low + ROWS, dtype=np.int32)),
+            "q": pool[: ROWS * RELEASED.q_width],
+            "partial_out": gpu.poison((self.splits, m, HEAD_DIM), np.float32),
+            "partial_max": gpu.poison((m, self.splits), np.float32),
+            "partial_sum": gpu.poison((m, self.splits), np.float32),
+            "sink_k": gpu.array(np.full(HEAD_DIM, 0.1, np.float32)),
+            "attended32": gpu.poison((ROWS, RELEASED.q_width), np.float32),
+            "attended": gpu.poison((ROWS, RELEASED.q_width), np.float16),
+        }
+        layers = max(2, min(200, BYTES // layer_bytes))
+        self.caches = [pool.data.ptr + layer * layer_bytes for layer in range(layers)]
 
-    def times(self):
-        """Microseconds a layer: attention, attention and combine, combine."""
-        count = len(self.attention)
-        both = [call for pair in zip(self.attention, self.combine, strict=True) for call in pair]
-        return [self.gpu.median_us(calls, 30)[0] / count for calls in (self.attention, both, self.combine)]
+    def calls(self, kernel):
+        """A launch of the kernel for each layer."""
+        scalars = {
+            "fault": self.gpu.fault.address,
+            "rows": self.rows,
+            "written": self.rows,
+            "window": self.window,
+            "slots": self.slots,
+            "splits": self.splits,
+            "scale": HEAD_DIM**-0.5,
+        } | {name: buffer.data.ptr for name, buffer in self.buffers.items()}
+        names = {name for name, *_ in kernel.args._fields_}
+        found = []
+        for layer, k in enumerate(self.caches):
+            values = {**scalars, "layer": layer, "k_cache": k, "v_cache": k + self.slots * HEAD_DIM * 2}
+            found.append((kernel, kernel.args(**{name: value for name, value in values.items() if name in names})))
+        return found
+
+    def us(self, *kernels):
+        """Microseconds a layer of these kernels, one after the other."""
+        calls = [call for one in zip(*map(self.calls, kernels), strict=True) for call in one]
+        return self.gpu.median_us(calls, 30)[0] / len(self.caches)
 
 
 def main():
@@ -88,24 +72,30 @@ def main():
     step = 1 << 24
     for at in range(0, len(pool), step):
         pool[at : at + step] = gpu.cupy.random.standard_normal(len(pool[at : at + step]), np.float32)
-    print(
-        f"{'window':>6} {'position':>8} {'rows':>4} {'splits':>6} {'attention':>9} {'GB/s':>5} {'ratio':>6} both  comb"
-    )
-    cases = [(0, p << 10, rows, None, None) for p in (1, 4, 16, 64, 192) for rows in (8, 1)]
-    cases += [
-        (0, p << 10, 8, 132, shape) for p in (4, 64, 192) for shape in ((4, 4, 1), (4, 6, 1), (8, 3, 1), (8, 4, 1))
-    ]
-    cases += [(4096, 20_000, rows, None, None) for rows in (8, 6, 1)]
-    cases += [(4096, 20_000, 8, 33, (4, 2, 3)), (4096, 1000, 8, None, None)]
-    cases += [(512, 20_000, rows, None, None) for rows in (8, 1)]
-    for window, position, rows, splits, shape in cases:
-        chain = Chain(gpu, pool, window, position, rows, splits, shape)
-        alone, both, combine = chain.times()
-        rate = chain.bytes / alone / 1e3
-        print(
-            f"{window:6} {position:8} {rows:4} {chain.splits:6} {alone:9.2f} {rate:5.0f} {rate / ceiling:6.1%} "
-            f"{both:5.2f} {combine:5.2f} {shape or ''}"
-        )
+    print(f"{'window':>6} {'position':>8} {'rows':>4} {'attention':>9} {'GB/s':>5} {'ratio':>6} both  comb")
+    attention, combine = family.attention(RELEASED), family.combine(RELEASED, family.splits_for(RELEASED))
+    for position in (4, 8, 16, 64, 192):
+        for rows in (8, 1):
+            chain = Chain(gpu, pool, 0, position << 10, rows)
+            alone = chain.us(attention)
+            rate = chain.bytes / alone / 1e3
+            print(
+                f"{0:6} {position << 10:8} {rows:4} {alone:9.2f} {rate:5.0f} {rate / ceiling:6.1%} "
+                f"{chain.us(attention, combine):5.2f} {chain.us(combine):5.2f}"
+            )
+    print(f"{'window':>6} {'position':>8} {'rows':>4} {'cluster':>7} attention_short")
+    for window, position, clusters in (
+        (0, 1030, (16,)),
+        (0, 4200, (16,)),
+        (4096, 1030, (16,)),
+        (4096, 20_000, (16,)),
+        (512, 20_000, (8, 16)),
+    ):
+        for rows in (8, 1):
+            chain = Chain(gpu, pool, window, position, rows)
+            for cluster in clusters:
+                taken = chain.us(family.attention_short(RELEASED, window, rows, cluster))
+                print(f"{window:6} {position:8} {rows:4} {cluster:7} {taken:.2f}")
     gpu.close()
 
 

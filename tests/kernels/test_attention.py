@@ -1,11 +1,11 @@
-"""attention and combine against float64 softmax over the positions that each row sees."""
+"""attention with combine, and attention_short, against float64 softmax over the positions that each row sees."""
 
 from functools import cache
 
 import numpy as np
 import pytest
 
-from cuq1.cuda.abi import AttentionArgs, CombineArgs
+from cuq1.cuda.abi import AttentionArgs, CombineArgs, ShortAttentionArgs
 from cuq1.cuda.kernels import attention as family
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import HEAD_DIM, KV_TILE, ROWS
@@ -30,22 +30,22 @@ class Case:
     """One pass: what `attention` and `combine` read, and what they should write.
 
     positions: of the rows, dead ones included; live: rows to compute, None for all; capacity: slots beyond what
-    positions need, where the cache is not a ring.
+    positions need, where the cache is not a ring; rows: the first of `positions` alone, the others being settled only.
     """
 
-    def __init__(self, gpu, dims, window, positions, live=None, capacity=0, splits=None):
+    def __init__(self, gpu, dims, window, positions, live=None, capacity=0, splits=None, rows=None):
         self.gpu, self.dims, self.window, self.live = gpu, dims, window, live
         self.seed = int(np.random.default_rng().integers(1 << 31))
         rng = np.random.default_rng(self.seed)
-        self.rows = len(positions)
+        self.written = len(positions)
+        self.rows = self.written if rows is None else rows
         self.computed = self.rows if live is None else min(self.rows, live)
         self.positions = np.full(ROWS, 1 << 28, np.int32)
-        self.positions[: self.rows] = positions
-        alive = self.positions[: self.computed]
-        newest = int(alive.max(initial=0))
+        self.positions[: self.written] = positions
+        newest = int(self.positions[: self.written if live is None else min(self.written, live)].max(initial=0))
         # A pass writes all of its positions before attention reads any, also those that lie above a row's own.
         self.slots = window + KV_TILE if window else (newest // KV_TILE + 1) * KV_TILE + capacity
-        self.splits = family.splits_for(dims, window) if splits is None else splits
+        self.splits = family.splits_for(dims) if splits is None else splits
         self.keys, self.values = history(dims.kv_heads, newest + 1)
         self.q = rng.standard_normal((ROWS, dims.q_heads, HEAD_DIM), np.float32).astype(np.float16)
         self.q[self.computed :] = np.nan
@@ -81,41 +81,61 @@ class Case:
             "attended": gpu.poison((ROWS, dims.q_width), np.float16),
             "live": gpu.array(np.array([0 if self.live is None else self.live], np.int32)),
         }
-        both = {
-            "fault": gpu.fault.address,
+        return [self._filled(kind) for kind in (AttentionArgs, CombineArgs, ShortAttentionArgs)]
+
+    def _filled(self, kind):
+        scalars = {
+            "fault": self.gpu.fault.address,
             "live": 0 if self.live is None else self.buffers["live"].data.ptr,
             "layer": 3,
             "rows": self.rows,
             "window": self.window,
             "splits": self.splits,
             "scale": self.scale,
+            "slots": self.slots,
+            "written": self.written,
         }
-        made = []
-        for kind in (AttentionArgs, CombineArgs):
-            args = kind(**both, **({"slots": self.slots, "written": both["rows"]} if kind is AttentionArgs else {}))
-            for name, _ in kind._fields_:
-                if name in self.buffers and name != "live":
-                    setattr(args, name, self.buffers[name].data.ptr)
-            made.append(args)
-        return made
+        args = kind()
+        for name, _ in kind._fields_:
+            if name in scalars:
+                setattr(args, name, scalars[name])
+            elif name in self.buffers:
+                setattr(args, name, self.buffers[name].data.ptr)
+        return args
 
     def run(self, patch=None, patch_combine=None):
-        """Launches both; checks what was written, and against the twin."""
-        first, second = self.arguments()
-        self.gpu.run(family.attention(self.dims, self.window, self.splits), first, patch)
+        """Launches attention and combine, and attention_short where the extent allows it; checks what they wrote."""
+        self.split(patch, patch_combine)
+        if patch is None and patch_combine is None and (self.window > 0 or len(self.keys[0]) <= family.SHORT_CONTEXT):
+            self.short()
+
+    def split(self, patch=None, patch_combine=None):
+        first, second, _ = self.arguments()
+        self.gpu.run(family.attention(self.dims, self.splits), first, patch)
         self.gpu.run(family.combine(self.dims, self.splits), second, patch_combine)
-        ours, halves = self.buffers["attended32"].get(), self.buffers["attended"].get()
-        where = f"seed {self.seed}, window {self.window}, positions {self.positions[: self.rows].tolist()}"
-        for dead in (ours[self.computed :], halves[self.computed :]):
-            assert np.isnan(dead).all(), f"a dead row was written: {where}"
         dead = self.buffers["partial_sum"].get()[:, self.computed * self.dims.group :]
-        assert np.isnan(dead).all(), f"a dead row's partials were written: {where}"
+        assert np.isnan(dead).all(), f"a dead row's partials were written: {self.where}"
+        self._check()
+
+    def short(self, patch=None, cluster=None):
+        args = self.arguments()[2]
+        self.gpu.run(family.attention_short(self.dims, self.window, self.rows, cluster), args, patch)
+        self._check()
+
+    @property
+    def where(self):
+        return f"seed {self.seed}, window {self.window}, positions {self.positions[: self.rows].tolist()}"
+
+    def _check(self):
+        ours, halves = self.buffers["attended32"].get(), self.buffers["attended"].get()
+        for dead in (ours[self.computed :], halves[self.computed :]):
+            assert np.isnan(dead).all(), f"a dead row was written: {self.where}"
         if self.computed == 0:
             return
         expected = self.expected()
         for row in range(self.computed):
             error = np.linalg.norm(ours[row] - expected[row]) / np.linalg.norm(expected[row])
-            assert error < TOLERANCE, f"row {row}: relative error {error:.3g}, {where}"
+            assert error < TOLERANCE, f"row {row}: relative error {error:.3g}, {self.where}"
         np.testing.assert_array_equal(halves[: self.computed], ours[: self.computed].astype(np.float16))
 
 
@@ -159,6 +179,30 @@ def test_windows(gpu, name, order):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DIMS)
+def test_up_to_the_last_short_position(gpu, name):
+    for rows in (1, 5, ROWS):
+        Case(gpu, DIMS[name], 0, ascending(family.SHORT_CONTEXT - rows, rows)).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 64, 512])
+def test_one_row_after_older_ones(gpu, window):
+    """The draft's depth 0: keys and values of several positions are new, the newest alone is computed."""
+    for written in (1, 2, 5, ROWS):
+        Case(gpu, RELEASED, window, ascending(700, written)[::-1], rows=1).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [8, 16])
+@pytest.mark.parametrize("name", DIMS)
+def test_clusters(gpu, name, cluster):
+    for window in (512, 256, 64):
+        for first in (0, 30, window, 3 * window + 60):
+            Case(gpu, DIMS[name], window, ascending(first, ROWS)).short(cluster=cluster)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DIMS)
 @pytest.mark.parametrize("window", [0, 256])
 def test_rows(gpu, name, window):
     for rows in range(1, ROWS + 1):
@@ -190,9 +234,9 @@ def test_long(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 33])
 def test_few_splits(gpu, splits):
-    """Any number of splits gives the same: the ring's stages wrap, and one team may have a tile more."""
+    """Any number of splits gives the same: the ring's stages wrap."""
     for window, first in ((0, 1500), (512, 1500), (4096, 9000)):
-        Case(gpu, RELEASED, window, ascending(first, ROWS), splits=splits).run()
+        Case(gpu, RELEASED, window, ascending(first, ROWS), splits=splits).split()
 
 
 @pytest.mark.gpu
@@ -216,20 +260,45 @@ def test_would_notice(gpu, window, first, attention, combine):
 
 
 @pytest.mark.gpu
-def test_reports_what_is_not_finite(gpu):
-    case = Case(gpu, RELEASED, 0, ascending(300, 2))
-    case.q[1, 2, 5] = np.nan
-    with pytest.raises(DeviceError, match="not finite in attention, layer 3"):
-        case.run()
+@pytest.mark.parametrize(
+    ("window", "first", "patch"),
+    [
+        (512, 2000, ("newest - a.window :", "newest - a.window - 1 :")),
+        (512, 2000, ("newest - a.window :", "newest - a.window + 1 :")),
+        (0, 300, ("key > newest || ", "")),
+        (512, 2000, ("share.first % slot_units;", "(share.first + 1) % slot_units;")),
+        (512, 600, ("(i - share.before) * UNIT_BYTES", "(i - share.before + 1) * UNIT_BYTES")),
+        (0, 300, ("denominator = exp2f(z - peak)", "denominator = 0.0f")),
+        (0, 3000, ("weight[block] = exp2_fast(found[block].x - peak)", "weight[block] = 1.0f")),
+        (0, 3000, ("* (8 * ROW_BYTES)", "* (8 * ROW_BYTES - 16)")),
+    ],
+    ids=["window + 1", "window - 1", "not causal", "another slot", "wrap", "no sink", "no weights", "another row"],
+)
+def test_would_notice_of_short(gpu, window, first, patch):
+    case = Case(gpu, RELEASED, window, ascending(first, ROWS))
+    case.short()
+    with pytest.raises((AssertionError, DeviceError)):
+        case.short(patch)
 
 
 @pytest.mark.gpu
-def test_same_bits(gpu):
-    case = Case(gpu, RELEASED, 0, ascending(5000, ROWS))
-    case.run()
+@pytest.mark.parametrize("form", ["split", "short"])
+def test_reports_what_is_not_finite(gpu, form):
+    case = Case(gpu, RELEASED, 0, ascending(300, 2))
+    case.q[1, 2, 5] = np.nan
+    with pytest.raises(DeviceError, match="not finite in attention, layer 3"):
+        getattr(case, form)()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "position"), [("split", 5000), ("short", 4000)])
+def test_same_bits(gpu, form, position):
+    case = Case(gpu, RELEASED, 0, ascending(position, ROWS))
+    getattr(case, form)()
     first = case.buffers["attended32"].get()
-    case.run()
-    np.testing.assert_array_equal(case.buffers["attended32"].get(), first)
+    for _ in range(10):
+        getattr(case, form)()
+        np.testing.assert_array_equal(case.buffers["attended32"].get(), first)
 
 
 @pytest.mark.gpu
@@ -239,7 +308,7 @@ def test_capacity_costs_nothing(gpu):
     for capacity in (0, 3 * 16_384, 31 * 16_384):
         case = Case(gpu, RELEASED, 0, ascending(16_380 - ROWS, ROWS), capacity=capacity)
         case.run()
-        calls = [(family.attention(RELEASED, 0), case.arguments()[0])]
+        calls = [(family.attention(RELEASED), case.arguments()[0])]
         times.append(min(gpu.median_us(calls)[0] for _ in range(3)))
     assert max(times) < 1.1 * min(times) + 0.2, times
 
@@ -267,9 +336,14 @@ def test_twin_cache():
 
 
 @pytest.mark.parametrize("window", [64, 256, 512, 4096])
-def test_splits_cover_a_window(window):
-    """With the splits chosen, an extent of eight rows never needs a second tile in one of them."""
-    splits = family.splits_for(RELEASED, window)
-    for low in range(3 * window):
-        first = max(0, low - window + 1) // KV_TILE
-        assert (low + ROWS - 1) // KV_TILE + 1 - first <= splits
+def test_units_cover_a_window(window):
+    """Eight rows never see more units than the cluster's blocks have room for, and at worst as many."""
+    units = [(low + ROWS - 1) // family.UNIT + 1 - max(0, low - window + 1) // family.UNIT for low in range(3 * window)]
+    assert max(units) == family.units_for(window)
+    room = family.attention_short(RELEASED, window).defines
+    assert max(units) <= dict(room)["UNITS"] * dict(room)["CLUSTER"]
+
+
+def test_units_cover_a_short_context():
+    room = dict(family.attention_short(RELEASED, 0).defines)
+    assert room["UNITS"] * room["CLUSTER"] * family.UNIT == family.SHORT_CONTEXT

@@ -30,12 +30,22 @@ def test_every_layer_has_its_kernels(configs):
     config, draft = configs
     plan = decode.round_plan(config, draft, tp=8, rank=3, rows=4, drafts=3)
     counts = Counter((launch.label, launch.layer >= 0) for launch in plan.launches)
-    for label in ("qkv", "attention", "combine", "o_proj", "attn_tail", "gate_up", "down"):
+    for label in ("qkv", "attention", "o_proj", "attn_tail", "gate_up", "down"):
         assert counts[label, True] == 88
         assert counts[label, False] == 3
+    assert counts["combine", True] == counts["combine", False] == 0
     assert (counts["mlp_tail", True], counts["mlp_tail", False]) == (2, 3)
     assert counts["lm_head", True] == counts["accept", True] == 1
     assert counts["draft_sample", False] == 3
+
+
+def test_long_full_layers_combine_splits(configs):
+    config, draft = configs
+    layout = weights_plan(config, draft, 8, 0)
+    model = q1.resolve(config, draft, layout, tp=8, capacity=65536)
+    for context, combines in ((model.short_context - 8, 0), (model.short_context - 7, 25)):
+        plan = decode.round_plan(config, draft, tp=8, rank=0, context=context)
+        assert sum(launch.label == "combine" for launch in plan.launches) == combines
 
 
 def test_without_drafts_the_draft_only_takes_in_what_was_committed():

@@ -1,4 +1,4 @@
-"""Decode attention: partial results of splits of the sequence, and their combination."""
+"""Decode attention: of splits of a long sequence, and their combination; of a short one, in one launch."""
 
 from cuq1.cuda.abi import AttentionArgs, CombineArgs, ShortAttentionArgs
 from cuq1.cuda.kernels.defines import common
@@ -7,37 +7,25 @@ from cuq1.plan.kernel import Kernel
 
 UNIT = 16  # keys that blocks of a cluster are dealt
 SHORT_CONTEXT = 17 * 16 * UNIT  # positions from 0 that a full layer's kernel for short contexts may see
+_WARPS = 4  # of a block of attention_short
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
 
-def splits_for(dims: Dims, window: int, sms: int = MULTIPROCESSORS) -> int:
-    """Splits of the sequence for each KV head: as many as fill the GPU, and as the extent of `window` has tiles.
-
-    window: positions that a query sees, 0 for all. A pass of eight rows sees at most window / 64 + 2 tiles.
-    """
-    most = max(1, sms // dims.kv_heads)
-    return most if window == 0 else min(most, window // KV_TILE + 2)
+def splits_for(dims: Dims, sms: int = MULTIPROCESSORS) -> int:
+    """Splits of the sequence for each KV head: as many as fill the GPU."""
+    return max(1, sms // dims.kv_heads)
 
 
-def short_context(splits: int) -> int:
-    """Positions from 0 that fit the splits a tile each, which a full layer's kernel for short contexts may see."""
-    return splits * KV_TILE
-
-
-def attention(dims: Dims, window: int, splits: int | None = None, *, short: bool = False) -> Kernel:
+def attention(dims: Dims, splits: int | None = None) -> Kernel:
     """Partials of softmax(scale q k^T) v over each split; with `combine`, twin: tests' `attended`.
 
     q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]. Writes, for active splits and live
     rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], and partial_max (in base 2) and partial_sum without
-    the last axis. args.splits must be `splits` (default: `splits_for`). short: the pass sees no more than
-    `short_context` positions, so that no split has a second tile.
+    the last axis. args.splits must be `splits` (default: `splits_for`).
     """
-    splits = splits_for(dims, window) if splits is None else splits
-    m_tiles = -(-ROWS * dims.group // 16)
-    single = short if window == 0 else window // KV_TILE + 2 <= splits  # no split ever has a second tile
     # Three stages are 64 KB on their way while a tile is computed. More only delay the first tile, since all stages of
     # all blocks share the memory's bandwidth until it has arrived.
-    return shaped(dims, splits, *((4, 1, m_tiles) if single else (4, 3, 1)))
+    return shaped(dims, splits_for(dims) if splits is None else splits, 4, 3, 1)
 
 
 def shaped(dims: Dims, splits: int, warps: int, stages: int, m_splits: int) -> Kernel:
@@ -73,39 +61,34 @@ def units_for(window: int) -> int:
     return (window + ROWS - 2 + UNIT - 1) // UNIT + 1
 
 
-def attention_short(dims: Dims, window: int, rows: int = ROWS, *, warps: int = 4, cluster: int = 16) -> Kernel:
+def attention_short(dims: Dims, window: int, rows: int = ROWS, cluster: int | None = None) -> Kernel:
     """attended32 float32 and attended float16 [rows, q_heads * 128] where the live rows see few positions.
 
     q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]; sink_k float32 [kv_heads, 128].
-    A full layer (window 0) may see `SHORT_CONTEXT` positions. Twin: tests' `attended`.
+    A full layer (window 0) may see `SHORT_CONTEXT` positions. cluster: blocks that share the keys, 8 or 16; by default
+    what the window needs. Twin: tests' `attended`.
     """
-    units = -(-units_for(window or SHORT_CONTEXT - 2 * UNIT) // cluster)
-    m_tiles = -(-rows * dims.group // 16)
-    group = warps * (3 if warps == 4 else 2)  # tiles of eight keys
-    p_units = -(-2 * units // group) * group // 2
-    smem = units * 2 * UNIT * 256 + 16 * 256 + 16 * (p_units * UNIT * 2 + 16)
-    smem += 16 * HEAD_DIM * 4 + cluster * 16 * 8 + 2 * 16 * warps * 4 + 32
+    if cluster is None:
+        cluster = 8 if 0 < window <= 512 else 16
+    units = -(-(units_for(window) if window else SHORT_CONTEXT // UNIT) // cluster)
+    tiles = _WARPS * 3  # of eight keys, that the block's warps compute together
+    p_units = -(-2 * units // tiles) * tiles // 2
+    smem = units * 2 * UNIT * HEAD_DIM * 2 + 16 * HEAD_DIM * 2 + 16 * (p_units * UNIT * 2 + 16)  # keys and values, q, p
+    smem += 16 * HEAD_DIM * 4 + cluster * 16 * 8 + 2 * 16 * _WARPS * 4 + 32  # what blocks and warps exchange
     return Kernel(
         "attention_short.cu",
         "attention_short",
         ShortAttentionArgs,
-        (*common(dims), ("WARPS", warps), ("CLUSTER", cluster), ("UNITS", units), ("SMEM", smem)),
-        (cluster, dims.kv_heads, m_tiles),
-        warps * 32,
+        (*common(dims), ("WARPS", _WARPS), ("CLUSTER", cluster), ("UNITS", units), ("SMEM", smem)),
+        (cluster, dims.kv_heads, -(-rows * dims.group // 16)),
+        _WARPS * 32,
         cluster=cluster,
         smem=smem,
-        max_registers=144 if warps == 4 else 112,
+        max_registers=144,
     )
 
 
 def kernels(dims: Dims) -> list[Kernel]:
-    """Both for every window."""
-    short = attention(dims, 0, short=True)
-    return [
-        short,
-        *(
-            kernel
-            for window in WINDOWS
-            for kernel in (attention(dims, window), combine(dims, splits_for(dims, window)))
-        ),
-    ]
+    """All, for every window."""
+    short = dict.fromkeys(attention_short(dims, window) for window in WINDOWS)
+    return [attention(dims), combine(dims, splits_for(dims)), *short]
