@@ -3,8 +3,8 @@
 // PRECOND  grid: a block a request (the engine launches one): block b has state[b] and candidate lists
 //          [b][ROWS][pieces][MAX_TOP_K]. accept: ROWS * ROW_WARPS warps; draft_sample: ROW_WARPS warps. The lists are the
 //          predecessor's (or the exchange's), sorted, as top_k writes them. pieces may be any number; ROW_WARPS, a
-//          power of two, is chosen for it. The State was written at least two launches ago (lm_head and top_k lie
-//          between any two of these kernels), so that all of it is read in the prologue.
+//          power of two, is chosen for it. The State and *live were written at least two launches ago (lm_head and top_k
+//          lie between any two of these kernels), so that all of them are read in the prologue.
 // READS    pieces * 256 bytes a row, and the State.  WRITES  the State alone.
 //
 // Why so: both are pure latency, once to eight times a round. A row's lists are merged by ROW_WARPS warps with shuffles,
@@ -118,9 +118,10 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
     }
     const int draft = __shfl_sync(ALL_LANES, my_draft, row);
 
-    pdl_wait();  // the lists, live
+    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+
+    pdl_wait();  // the lists
     pdl_trigger();
-    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
     if (rows <= 0) return;
     const int drafted = min_int(drafts, rows - 1);
     const int64_t first_list = (int64_t(blockIdx.x) * ROWS + row) * a.pieces * MAX_TOP_K;
@@ -238,9 +239,10 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS* WARP)
         u = uniform(asked.seed_lo, asked.seed_hi, asked.done + count, PURPOSE_DRAFT);
     }
 
-    pdl_wait();  // the lists, live
+    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+
+    pdl_wait();  // the lists
     pdl_trigger();
-    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
     if (rows <= 0 || depth >= asked.draft_limit) return;  // depth 0 is computed also where no draft is wanted
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
     const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, true, lists, part, lane);

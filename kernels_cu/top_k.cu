@@ -1,7 +1,8 @@
 // The MAX_TOP_K largest logits of each row, sorted, ties by lower id: all that sampling needs of a rank's logits.
 //
-// PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's. The clusters of
-//          rows that are not live end at once. One list a row: PIECES is 1.
+// PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's; *live was
+//          written at least two launches ago. The clusters of rows that are not live end at once. One list a row: PIECES
+//          is 1.
 // READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes.
 //
 // Why so: a row's cluster spreads the reading over eight multiprocessors and meets in shared memory, which is shorter
@@ -57,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
         bound = NO_KEY;
         found = 0;
     }
+    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
     cluster_arrive();  // all blocks of the cluster run, so that the first one's shared memory can be written
     cluster_wait();
-    pdl_wait();  // logits, live
+    pdl_wait();  // logits
     pdl_trigger();
-    const int rows = a.live != nullptr ? min_int(a.rows, *a.live) : a.rows;
     if (row >= rows) return;  // the whole cluster
 
     const int start = rank * PART, end = min_int(start + PART, VOCAB);
