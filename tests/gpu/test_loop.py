@@ -2,14 +2,16 @@
 
 import argparse
 import gc
+import time
 
+import numpy as np
 import pytest
 
 from cuq1.cuda.engine import CudaEngine
 from cuq1.errors import Cuq1Error, RequestError
 from cuq1.sampling import DecodeParams
 from tests.paths import NANO
-from tools import check_loop
+from tools import check_loop, loop_drafting
 from tools.bench import nano
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +43,7 @@ def test_what_the_tool_checks(gpu, name):
 
 
 def test_a_skipped_depth_runs_no_kernel(gpu):
-    report = check_loop.check_skipped()
+    report = loop_drafting.check_skipped()
     assert report["failed"] == 0, report
 
 
@@ -96,7 +98,7 @@ def test_a_slow_reader_loses_nothing(device, host, prompts):
     for step in device.decode(params):
         rounds.append(step)
         if len(rounds) % 20 == 0:
-            check_loop.time.sleep(0.02)
+            time.sleep(0.02)
     assert rounds == expected[0]
     assert device._loop.resumed > before
 
@@ -107,7 +109,7 @@ def test_many_stop_tokens_are_watched_by_the_host(device, host, prompts):
 
 
 def test_values_that_are_not_finite_stop_the_request_by_name(gpu, prompts):
-    np = check_loop.np
+
     with CudaEngine(NANO, loop="device") as engine:
         params = DecodeParams(temperature=0, max_tokens=20)
         before = check_loop.finished(engine, prompts[0], params)
