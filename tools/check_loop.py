@@ -333,7 +333,7 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("checks", nargs="*", default=list(CHECKS), help=f"of {', '.join(CHECKS)}; all by default")
     parser.add_argument("--requests", type=at_least_one, default=200)
     parser.add_argument("--rounds", type=at_least_one, default=5000)
-    parser.add_argument("--seeds", type=at_least_one, default=10)
+    parser.add_argument("--seeds", type=at_least_one, default=30)
     parser.add_argument("--samples", type=at_least_one, default=20_000)
     parser.add_argument("--tokens", type=at_least_one, default=1_000_000)
     parser.add_argument("--seed", type=int, default=7)

@@ -53,7 +53,8 @@ job capacity 60 "$python -m tools.bench_round --context 1024 --capacity 262144"
 job speed 90 "$python -m tests.kernels.speed_attention; $python -m tests.kernels.prefill_speed prompt;
     $pytest -s tests/kernels/test_head.py -k speed"
 job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
-job gap 60 "$python -m tools.check_loop gap drafting --log; $python -m tools.bench_loop --log"
+job gap 60 "$python -m tools.check_loop gap --log && $python -m tools.bench_loop --log"
+job drafting 60 "$python -m tools.check_loop drafting --log"
 job million 240 "$python -m tools.check_loop million --log"
 sort -u "$failures" | sed 's/^/failed: /'
 [ ! -s "$failures" ]

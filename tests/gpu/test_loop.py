@@ -16,7 +16,7 @@ from tools.bench import nano
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS = argparse.Namespace(requests=24, rounds=300, samples=1500, tokens=5000, seed=3)
+OPTIONS = argparse.Namespace(requests=24, rounds=300, samples=4000, tokens=5000, seed=3)
 
 
 @pytest.fixture(scope="module")
