@@ -55,6 +55,7 @@ job speed 90 "$python -m tests.kernels.speed_attention; $python -m tests.kernels
 job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
 job gap 60 "$python -m tools.check_loop gap --log && $python -m tools.bench_loop --log"
 job drafting 60 "$python -m tools.check_loop drafting --log"
+job timeline 40 "$python -m tools.trace_round --out $out/timeline"
 job million 240 "$python -m tools.check_loop million --log"
 sort -u "$failures" | sed 's/^/failed: /'
 [ ! -s "$failures" ]
