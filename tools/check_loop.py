@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuq1.cli import Parser, guarded
 from cuq1.cuda.driver import bindings, check, require
@@ -205,6 +206,32 @@ def check_gap(options: argparse.Namespace) -> Report:
     return report
 
 
+class Sampled:
+    """An engine whose scores are what its requests after one prompt sample from, to the bit.
+
+    The engine's `score` computes all as a prompt, and where a token lies at the edge of top-p, last bits decide about
+    it. The samples' last prompt token is computed again after each rewind, and what follows by the decode kernels.
+    """
+
+    def __init__(self, engine: CudaEngine, prompt: Sequence[int]) -> None:
+        self._engine, self._prompt = engine, list(prompt)
+        self.prefill, self.rewind, self.decode = engine.prefill, engine.rewind, engine.decode
+
+    def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits float32 [rows, vocab]; the last row follows `ids`, which are the prompt and at most eight tokens."""
+        engine, length = self._engine, len(self._prompt)
+        engine.prefill(self._prompt)
+        list(engine.decode(DecodeParams(max_tokens=2, seed=0, top_k=20)))
+        engine.rewind(length)
+        with engine._change():
+            engine._catch_up(engine.chunk)
+        if len(ids) > length:
+            return engine.verified_rows(ids[length:], length)
+        logits = np.empty((1, engine.vocab_size), np.float32)
+        engine._runtime.read("logits", logits)
+        return logits
+
+
 def check_distribution(options: argparse.Namespace) -> Report:
     """check_distribution's test through the device's loop; rules that are wrong must be found out by it."""
     tokenizer = nano()[1]
@@ -214,7 +241,8 @@ def check_distribution(options: argparse.Namespace) -> Report:
     for name, fault in (("as it is", 0), ("accepts whatever is possible", 1), ("replaces without subtracting", 2)):
         defines = {"accept": (("TEST_FAULT", fault),)} if fault else {}
         with opened("device", defines=defines) as engine:
-            report[name] = p_values(engine, ids, params, range(options.samples))
+            sampled: Any = Sampled(engine, ids)
+            report[name] = p_values(sampled, ids, params, range(options.samples))
     right = min(report["as it is"].values()) > FALSE_ALARM
     noticed = all(min(values.values()) < FALSE_ALARM for name, values in report.items() if name != "as it is")
     return {"samples": options.samples, "p_values": report, "failed": int(not right) + int(not noticed)}

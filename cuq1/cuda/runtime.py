@@ -1,5 +1,6 @@
 """One rank's model on the GPU: memory, graphs, and the request's state as host and device share it."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, memmove, sizeof
 
@@ -21,6 +22,7 @@ from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import Round
 
 _STATE = sizeof(abi.State)
+_REPORTING = 0.1  # seconds that a kernel may take between a report's first store and its last
 
 
 class Runtime:
@@ -136,6 +138,9 @@ class Runtime:
 
     def _raise_fault(self, cause: Exception | None) -> None:
         fault = self._fault.read()
+        limit = time.monotonic() + _REPORTING
+        while fault is not None and fault.what < 0 and time.monotonic() < limit:
+            fault = self._fault.read()  # a kernel is about to finish its report
         if fault is None:
             return
         self._fault.clear()
