@@ -232,7 +232,7 @@ def test_random_weights(gpu):
         table = (get("embed").astype(np.uint32) << 16).view(np.float32)
         assert np.isfinite(table).all()
         assert abs(table.std() - 1) < 0.01
-        names = ("embed", "layers.0.down.weights", "layers.87.fold", "draft.lm_head")
+        names = ("embed", "layers.0.down.weights", "layers.87.fold", "draft.lm_head.weights")
         before = [get(name) for name in names]
         random_weights(layout, base, gpu.stream, seed=7)
         for name, values in zip(names, before, strict=True):
