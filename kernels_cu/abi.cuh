@@ -111,7 +111,7 @@ struct AttentionArgs {
     const f16* v_cache;
     const int* positions;    // [rows]
     float* partial_out;      // [KV_HEADS][splits][ROWS * GROUP][HEAD_DIM], sum of 2^(s - max) v
-    float* partial_max;      // [KV_HEADS][ROWS * GROUP][splits], max of s = scale log2(e) q.k
+    float* partial_max;      // [KV_HEADS][ROWS * GROUP][splits], about the max of s = scale log2(e) q.k
     float* partial_sum;      // [KV_HEADS][ROWS * GROUP][splits], sum of 2^(s - max)
     int slots;
     int window;              // positions that a query sees, its own included; 0 for all

@@ -1,57 +1,76 @@
 // Decode attention of one split of the sequence: all live rows and all query heads of a KV head at once, so that every
 // key and value is read once a pass.
 //
-// PRECOND: grid (splits, KV_HEADS, M_SPLITS), block WARPS * 32, dynamic shared memory SMEM bytes; caches and slots in
-// whole tiles of 64 positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K
-// and V of those positions were written by the predecessor, all older ones, `positions` and *live at least two launches
-// ago. Where STAGES == 1, no split has more than one tile. Reads 32 KB a tile that the live rows see (kv_extent), and q;
-// writes partials of active splits: 512 bytes of sums and 8 of statistics a row and head. Statistics are in base 2:
-// partial_max is the maximum of scale * log2(e) * q.k.
+// PRECOND: grid (splits, KV_HEADS), block 128, dynamic shared memory SMEM bytes; caches and slots in whole tiles of 64
+// positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K and V of those
+// positions were written by the predecessor, all older ones, `positions` and *live at least two launches ago. Reads
+// 32 KB a tile that the live rows see (kv_extent), and q; writes partials of active splits: 512 bytes of sums and 8 of
+// statistics a row and head. Statistics are in base 2: partial_max is a reference that no scale * log2(e) * q.k of the
+// split exceeds by more than log2(HEADROOM).
 //
-// How: a query (row, head) is a row m = row * GROUP + head of M; 16 of them make an m-tile, and only m-tiles with live
-// rows are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and
-// already swizzled for ldmatrix. All of the first ones are under way before the predecessor ends: the few rows that it
-// writes itself are copied over them afterwards. There is no producer warp: it would take registers from the others, and
-// the barrier that a tile needs anyway, between scores and softmax, also says that the stage before is free.
+// How: a query (row, head) is a column m = row * GROUP + head, and 16 of them make an m-tile; only m-tiles with live rows
+// are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and already
+// swizzled for ldmatrix. The first one is under way before the predecessor ends: the few rows that it writes itself are
+// copied over it afterwards. The others are asked for behind q, which would wait for them.
 //
-// The block's warps compute a tile together: for the scores each has 64 / WARPS keys, for the output 128 / WARPS
-// dimensions, and all m-tiles of the block in both, so that K and V pass through shared memory's read port once. In
-// between the warps exchange maxima and probabilities (6 KB); accumulators are never exchanged or merged, and the last
-// tile, whose time nothing hides, is done with as fast as all warps can. Splits of a single tile, the case of sliding
-// layers, leave multiprocessors over: there each m-tile has a block of its own (M_SPLITS).
+// Keys and dimensions are the M of wgmma, queries its N: of the 64 keys, and of the 128 dimensions in two halves, a warp
+// has 16 each, and holds them in registers. So K and V pass through shared memory's read port once, in the cache's own
+// order, and a stage is free again as soon as its tile has been read, before anything is multiplied. Queries and
+// probabilities are B, which all warps read from shared memory. The softmax needs a reference, not the maximum: while no
+// probability exceeds HEADROOM the old one stays, which saves the maxima's exchange; whether one did is asked at the
+// barrier that probabilities need anyway, the only one of a tile. The next tile's scores are computed behind this one's
+// output.
 #include "abi.cuh"
 #include "common/attend.cuh"
 #include "common/kv.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
+#include "common/wgmma.cuh"
 
+constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
-constexpr int M_TILES = ((ROWS * GROUP + 15) / 16 + M_SPLITS - 1) / M_SPLITS;  // of a block
+constexpr int M_TILES = (ROWS * GROUP + 15) / 16;
 constexpr int M_ROWS = M_TILES * 16;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
-constexpr int K_STEPS = HEAD_DIM / 16;               // of the product with keys
-constexpr int V_STEPS = KV_TILE / 16;                // of the product with values
-constexpr int KEY_TILES = KV_TILE / WARPS / 8;       // of a warp's scores
-constexpr int N_TILES = HEAD_DIM / WARPS / 8;        // of a warp's output
-constexpr int STEPS_A_LOAD = 2 / KEY_TILES;          // of the product with keys
+constexpr int K_STEPS = HEAD_DIM / 16;  // of the product with keys
+constexpr int V_STEPS = KV_TILE / 16;   // of the product with values
+constexpr int B_ROW = 128;              // bytes of an operand's row
+constexpr int EARLY = 1;                // tiles copied before the wait: q, asked for behind it, waits for those
+constexpr float HEADROOM = 1024.0f;     // halves reach 65504
 
 static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
 static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
-static_assert(WARPS == 4 || WARPS == 8, "a warp has one or two tiles of eight keys");
 static_assert(KV_HEADS * GROUP == Q_HEADS, "query heads are shared among KV heads evenly");
-static_assert(M_TILES <= 3, "accumulators of more m-tiles do not fit into registers");
+static_assert(M_TILES <= 3, "wgmma_f16 goes up to N = 48");
 
-// ldmatrix addresses are formed by XOR, which needs rows aligned to their size; every member before `maxima` keeps that.
+// Every member before `maxima` is a multiple of 1024 bytes, which swizzles need.
 struct Shared {
     uint8_t k[STAGES][TILE_BYTES];
     uint8_t v[STAGES][TILE_BYTES];
-    uint8_t q[M_ROWS * ROW_BYTES];
-    uint8_t p[M_ROWS * KV_TILE * 2];
-    float4 maxima[M_ROWS][WARPS / 4];  // a component for each warp's keys; sums of probabilities after the last tile
+    uint8_t q[2][M_ROWS * B_ROW];  // a half of the dimensions each
+    uint8_t p[2][M_ROWS * B_ROW];  // of even and of odd tiles
+    float maxima[WARPS][M_ROWS];   // of a warp's keys; sums of probabilities after the last tile
     uint64_t k_full[STAGES], v_full[STAGES];
 };
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
+
+// Lanes of a warp's eight rows g; every one gets the result.
+__device__ __forceinline__ float rows_max(float x) {
+#pragma unroll
+    for (int offset = 4; offset < WARP; offset *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+__device__ __forceinline__ float rows_sum(float x) {
+#pragma unroll
+    for (int offset = 4; offset < WARP; offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+__device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
 
 // The split's tiles, and where they come from.
 struct Share {
@@ -61,8 +80,7 @@ struct Share {
     int slot_tiles;  // of the cache
     const uint8_t* k;
     const uint8_t* v;
-    int first_m;     // the block's first row of M
-    int m_tiles;     // and its m-tiles with live rows
+    int m_tiles;     // with live rows
 };
 
 // Bytes from the start of a KV head's cache to the split's tile i: less than twice around, as an extent has at most one
@@ -108,238 +126,211 @@ __device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, co
     }
 }
 
-// Online softmax over the split's tiles.
-template <int MT>
+// exp2(s - reference) of a thread's two keys and all columns, as halves and summed. True: one exceeds HEADROOM.
+template <int N>
+__device__ __forceinline__ bool probabilities(const float (&s)[N / 2], const float (&reference)[N / 4], float to_log2,
+                                              uint32_t (&packed)[N / 8][2], float (&sums)[N / 4]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+        float p[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            p[e] = exp2_fast(fmaf(s[n * 4 + e], to_log2, -reference[n * 2 + e % 2]));
+            most = fmaxf(most, p[e]);
+        }
+        packed[n][0] = pack_f16(p[0], p[1]);
+        packed[n][1] = pack_f16(p[2], p[3]);
+        sums[n * 2] = p[0] + p[2];
+        sums[n * 2 + 1] = p[1] + p[3];
+    }
+    return most > HEADROOM;
+}
+
+// Into B's rows, which are queries: 16 bytes are eight keys of one.
+template <int N>
+__device__ __forceinline__ void store_probabilities(uint32_t address, const uint32_t (&packed)[N / 8][2]) {
+#pragma unroll
+    for (int n = 0; n < N / 8; n += 2) {
+        const uint32_t r[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
+        store_transposed(address + n * 8 * B_ROW, r);
+    }
+}
+
+// Softmax with a running reference over the split's tiles. N: columns, a multiple of 16.
+template <int N>
 __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const int octet = lane / 8, line = lane % 8;  // which row of which of ldmatrix's four matrices a lane points at
+    const int octet = lane / 8, line = lane % 8;  // which row of which of four matrices a lane points at
     const float to_log2 = a.scale * LOG2E;
+    constexpr int COLUMNS = N / 4;  // of a thread: 8n + 2t and 8n + 2t + 1
+    constexpr float NOTHING = -1e30f;  // the reference of a column without keys: any key's probability is infinite
 
-    uint32_t q[MT][K_STEPS][4];
-    const uint32_t q_line =
-        shared_address(shared.q) + ((octet & 1) * 8 + line) * ROW_BYTES + (((octet >> 1) ^ line) << 4);
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-        for (int c = 0; c < K_STEPS; ++c) ldmatrix(q[mt][c], (q_line + mt * 16 * ROW_BYTES) ^ (c << 5));
-    }
+    // Both operands' matrices are in the order of mma_f16's A: rows 0 to 7, rows 8 to 15, then the same of the next
+    // eight columns. Keys' rows are rows; values' rows are columns.
+    const uint32_t k_line = (warp * 16 + (octet & 1) * 8 + line) * ROW_BYTES + (((octet >> 1) ^ line) << 4);
+    const uint32_t v_line = ((octet >> 1) * 8 + line) * ROW_BYTES + (((warp * 2 + (octet & 1)) ^ line) << 4);
+    const uint32_t p_line = ((octet >> 1) * 8 + line) * B_ROW + (((warp * 2 + (octet & 1)) ^ line) << 4);
+    const uint64_t q_operand = wgmma_operand(shared_address(shared.q));
+    const uint64_t p_operand = wgmma_operand(shared_address(shared.p));
 
-    // Four matrices of keys: two steps of eight keys, or one step of 16.
-    const uint32_t k_line =
-        KEY_TILES == 2 ? (warp * 16 + (octet >> 1) * 8 + line) * ROW_BYTES + (((octet & 1) ^ line) << 4)
-                       : (warp * 8 + line) * ROW_BYTES + ((octet ^ line) << 4);
-    const uint32_t v_line = ((octet & 1) * 8 + line) * ROW_BYTES + (((warp * N_TILES + (octet >> 1)) ^ line) << 4);
-    const uint32_t p_read =
-        shared_address(shared.p) + ((octet & 1) * 8 + line) * (KV_TILE * 2) + (((octet >> 1) ^ line) << 4);
-    uint8_t* const p_write = shared.p + g * (KV_TILE * 2) + t * 4;
+    float s[N / 2], o[2][N / 2];
+    uint32_t k[K_STEPS][4], v[2][V_STEPS][4];
+    float reference[COLUMNS], sum[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) reference[c] = NOTHING, sum[c] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) o[0][i] = o[1][i] = 0.0f;
 
-    float acc[MT][N_TILES][4] = {};
-    float top[MT][2], sum[MT][2];  // top: the block's; sum: of this lane's keys
+    const auto load_keys = [&](int i) {
+        const int stage = i % STAGES;
+        barrier_wait(&shared.k_full[stage], (i / STAGES) & 1, a.fault, KERNEL_ATTENTION, a.layer);
+        const uint32_t tile = shared_address(shared.k[stage]) + k_line;
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-        top[mt][0] = top[mt][1] = none();
-        sum[mt][0] = sum[mt][1] = 0.0f;
-    }
-
-    for (int i = 0; i < share.count; ++i) {
-        const int stage = i % STAGES, parity = (i / STAGES) & 1;
-        barrier_wait(&shared.k_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
-        // Few tiles would be as few chains of dependent MMAs: two halves of them are quicker.
-        constexpr int CHAINS = MT * KEY_TILES <= 3 ? 2 : 1;
-        float s[CHAINS][MT][KEY_TILES][4] = {};
-        const uint32_t k_tile = shared_address(shared.k[stage]) + k_line;
+        for (int c = 0; c < K_STEPS; ++c) ldmatrix(k[c], tile ^ (c << 5));
+    };
+    const auto begin_scores = [&]() {
 #pragma unroll
-        for (int load = 0; load < K_STEPS / STEPS_A_LOAD; ++load) {
-            uint32_t b[4];
-            ldmatrix(b, k_tile ^ (load * STEPS_A_LOAD << 5));
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                const int c = load * STEPS_A_LOAD + (KEY_TILES == 2 ? 0 : pair), n = KEY_TILES == 2 ? pair : 0;
-#pragma unroll
-                for (int mt = 0; mt < MT; ++mt) {
-                    mma_f16(s[c % CHAINS][mt][n], q[mt][c][0], q[mt][c][1], q[mt][c][2], q[mt][c][3], b[pair * 2],
-                            b[pair * 2 + 1]);
-                }
-            }
+        for (int c = 0; c < K_STEPS; ++c) {
+            wgmma_f16(s, k[c], q_operand + ((c / 4 * (M_ROWS * B_ROW) + c % 4 * 32) >> 4), c > 0);
         }
-        if constexpr (CHAINS == 2) {
+    };
+    const auto begin_output = [&](int i) {
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) s[0][mt][n][e] += s[CHAINS - 1][mt][n][e];
-                }
-            }
+        for (int c = 0; c < V_STEPS; ++c) {
+            const uint64_t p = p_operand + ((i % 2 * (M_ROWS * B_ROW) + c * 32) >> 4);
+            wgmma_f16(o[0], v[0][c], p, 1);
+            wgmma_f16(o[1], v[1][c], p, 1);
         }
-
-        // Only tiles at the extent's two ends hold keys that some row does not see.
-        const int first_key = (share.first + i) * KV_TILE + warp * (KEY_TILES * 8);
-        if (first_key + KEY_TILES * 8 - 1 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
-#pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = min_int((share.first_m + mt * 16 + half * 8 + g) / GROUP, ROWS - 1);
-                    const int newest = __shfl_sync(0xffffffffu, pass.position, row);
-                    const int hidden = a.window > 0 ? newest - a.window : -1;  // the newest key out of sight
-#pragma unroll
-                    for (int n = 0; n < KEY_TILES; ++n) {
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            const int key = first_key + n * 8 + t * 2 + e;
-                            if (key > newest || key <= hidden) s[0][mt][n][half * 2 + e] = none();
-                        }
-                    }
-                }
-            }
-        }
-
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = fmaxf(s[0][mt][0][half * 2], s[0][mt][0][half * 2 + 1]);
-#pragma unroll
-                for (int n = 1; n < KEY_TILES; ++n) {
-                    x = fmaxf(x, fmaxf(s[0][mt][n][half * 2], s[0][mt][n][half * 2 + 1]));
-                }
-                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-                if (t == 0) (&shared.maxima[mt * 16 + half * 8 + g][0].x)[warp] = x;
-            }
-        }
-        // All warps' maxima are there. It also means that every warp is done with the last tile: with its probabilities,
-        // and with its stage, which the copy engine may therefore overwrite.
-        __syncthreads();
-        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < share.count) load_tile(shared, share, i - 1 + STAGES);
-
-        float now[MT][2], shrink[MT][2];
-        bool grown = false;
-        // Loads before any store below: the compiler can't know that they touch different arrays, and would wait for each.
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                now[mt][half] = top[mt][half];
-#pragma unroll
-                for (int w = 0; w < WARPS / 4; ++w) {
-                    const float4 x = shared.maxima[mt * 16 + half * 8 + g][w];
-                    now[mt][half] = fmaxf(now[mt][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-                }
-            }
-        }
-        uint32_t packed[MT][2][KEY_TILES];
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float base = base_of(now[mt][half], to_log2);
-                shrink[mt][half] = exp2_fast(fmaf(top[mt][half], to_log2, -base));
-                grown |= now[mt][half] > top[mt][half];
-                top[mt][half] = now[mt][half];
-                float together = 0.0f;
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n) {
-                    const float x = exp2_fast(fmaf(s[0][mt][n][half * 2], to_log2, -base));
-                    const float y = exp2_fast(fmaf(s[0][mt][n][half * 2 + 1], to_log2, -base));
-                    together += x + y;
-                    packed[mt][half][n] = pack_f16(x, y);
-                }
-                sum[mt][half] = fmaf(sum[mt][half], shrink[mt][half], together);
-            }
-        }
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint8_t* const row = p_write + (mt * 16 + half * 8) * (KV_TILE * 2);
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n) {
-                    *reinterpret_cast<uint32_t*>(row + (((warp * KEY_TILES + n) ^ g) << 4)) = packed[mt][half][n];
-                }
-            }
-        }
-        if (__any_sync(0xffffffffu, grown)) {  // rare after the first tiles
-#pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int n = 0; n < N_TILES; ++n) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc[mt][n][e] *= shrink[mt][e / 2];
-                }
-            }
-        }
-        // All warps' probabilities are there; and nobody reads maxima any more.
-        __syncthreads();
-
-        barrier_wait(&shared.v_full[stage], parity, a.fault, KERNEL_ATTENTION, a.layer);
+    };
+    const auto finish_products = [&]() {
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        wgmma_pin(o[0]);
+        wgmma_pin(o[1]);
+    };
+    // From tile i's scores to its probabilities in shared memory, and its values to registers.
+    const auto softmax = [&](int i) {
+        const int stage = i % STAGES;
+        barrier_wait(&shared.v_full[stage], (i / STAGES) & 1, a.fault, KERNEL_ATTENTION, a.layer);
         const uint32_t v_tile = shared_address(shared.v[stage]) + v_line;
 #pragma unroll
-        for (int step = 0; step < V_STEPS; ++step) {
-            uint32_t b[N_TILES / 2][4];
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-            for (int pair = 0; pair < N_TILES / 2; ++pair) {
-                ldmatrix_transposed(b[pair], (v_tile + step * 16 * ROW_BYTES) ^ (pair << 5));
+            for (int c = 0; c < V_STEPS; ++c) {
+                ldmatrix_transposed(v[half][c], (v_tile + c * 16 * ROW_BYTES) ^ (half << 7));
             }
+        }
+        // Only tiles at the extent's two ends hold keys that some row does not see.
+        const int first_key = (share.first + i) * KV_TILE + warp * 16;
+        if (first_key + 15 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-                uint32_t p[4];
-                ldmatrix(p, (p_read + mt * 16 * KV_TILE * 2) ^ (step << 5));
+            for (int c = 0; c < COLUMNS; ++c) {
+                const int row = min_int((c / 2 * 8 + t * 2 + c % 2) / GROUP, ROWS - 1);
+                const int newest = __shfl_sync(0xffffffffu, pass.position, row);
+                const int hidden = a.window > 0 ? newest - a.window : -1;  // the newest key out of sight
 #pragma unroll
-                for (int n = 0; n < N_TILES; ++n) {
-                    mma_f16(acc[mt][n], p[0], p[1], p[2], p[3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                for (int half = 0; half < 2; ++half) {
+                    const int key = first_key + half * 8 + g;
+                    if (key > newest || key <= hidden) s[c / 2 * 4 + half * 2 + c % 2] = none();
                 }
             }
         }
-    }
 
-    // Nobody reads maxima since the last tile's second barrier.
+        const uint32_t p_tile = shared_address(shared.p[i % 2]) + p_line;
+        uint32_t packed[N / 8][2];
+        float together[COLUMNS];
+        bool high = true;  // the first tile has no reference yet
+        if (i > 0) {
+            high = probabilities<N>(s, reference, to_log2, packed, together);
+            store_probabilities<N>(p_tile, packed);
+        }
+        // For wgmma, probabilities; for the copies that take the stage, this thread's reads of it.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        // All warps' probabilities are there, and all have read the stage. Nobody reads the other tile's probabilities
+        // any more: each warp has waited for its products.
+        if (i == 0 || __syncthreads_or(high)) {
+            float now[COLUMNS];
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
+            for (int c = 0; c < COLUMNS; ++c) {
+                now[c] = rows_max(fmaxf(s[c / 2 * 4 + c % 2], s[c / 2 * 4 + 2 + c % 2]));
+                if (g == 0) shared.maxima[warp][c / 2 * 8 + t * 2 + c % 2] = now[c];
+            }
+            __syncthreads();  // all warps' maxima are there
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float x = sum[mt][half];
-            x += __shfl_xor_sync(0xffffffffu, x, 1);
-            x += __shfl_xor_sync(0xffffffffu, x, 2);
-            if (t == 0) (&shared.maxima[mt * 16 + half * 8 + g][0].x)[warp] = x;
+            for (int c = 0; c < COLUMNS; ++c) {
+                const int column = c / 2 * 8 + t * 2 + c % 2;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) now[c] = fmaxf(now[c], shared.maxima[w][column]);
+                now[c] = fmaxf(reference[c], now[c] * to_log2);
+                const float shrink = exp2_fast(reference[c] - now[c]);
+                reference[c] = now[c];
+                sum[c] *= shrink;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    o[0][c / 2 * 4 + half * 2 + c % 2] *= shrink;
+                    o[1][c / 2 * 4 + half * 2 + c % 2] *= shrink;
+                }
+            }
+            probabilities<N>(s, reference, to_log2, packed, together);
+            store_probabilities<N>(p_tile, packed);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncthreads();  // all warps' new probabilities are there, and nobody reads maxima any more
+        }
+        if (threadIdx.x == 0 && i + STAGES < share.count) load_tile(shared, share, i + STAGES);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) sum[c] += together[c];
+    };
+
+    load_keys(0);
+    wgmma_fence();
+    begin_scores();
+    finish_products();
+    const int last = share.count - 1;
+    for (int i = 0; i < last; ++i) {
+        softmax(i);
+        load_keys(i + 1);
+        wgmma_fence();
+        begin_output(i);
+        begin_scores();
+        finish_products();
+    }
+    softmax(last);
+    wgmma_fence();
+    begin_output(last);
+    finish_products();
+
+    // Nobody reads maxima since a barrier of the first tile or a later one.
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float x = rows_sum(sum[c]);
+        if (g == 0) shared.maxima[warp][c / 2 * 8 + t * 2 + c % 2] = x;
+    }
+    const int live = pass.rows * GROUP;
+    const int64_t split = int64_t(blockIdx.y) * a.splits + blockIdx.x;
+    float* const out = a.partial_out + split * (ROWS * GROUP * HEAD_DIM) + warp * 16 + g;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const int m = c / 2 * 8 + t * 2 + c % 2;
+        if (m < live) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // eight lanes write 32 contiguous bytes
+                out[m * HEAD_DIM + i / 2 * 64 + i % 2 * 8] = o[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2];
+            }
         }
     }
     __syncthreads();  // all warps' sums are there
-
-    const int live = pass.rows * GROUP;
-    const int64_t partial = (int64_t(blockIdx.y) * a.splits + blockIdx.x) * (ROWS * GROUP) + share.first_m;
+    if (warp == 0 && g == 0) {
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int m = mt * 16 + half * 8 + g;
-            const bool write = share.first_m + m < live;
-            // Neighbours swap halves of two n-tiles: stores of 16 bytes, 64 contiguous ones a row, instead of 8 and 32.
-            const bool odd = t % 2 != 0;
-            float* const out =
-                a.partial_out + (partial + m) * HEAD_DIM + warp * (HEAD_DIM / WARPS) + (odd ? 8 : 0) + t / 2 * 4;
-#pragma unroll
-            for (int n = 0; n < N_TILES; n += 2) {
-                const float* x = acc[mt][n] + half * 2;
-                const float* y = acc[mt][n + 1] + half * 2;
-                const float from_0 = __shfl_xor_sync(0xffffffffu, odd ? x[0] : y[0], 1);
-                const float from_1 = __shfl_xor_sync(0xffffffffu, odd ? x[1] : y[1], 1);
-                if (write) {
-                    *reinterpret_cast<float4*>(out + n * 8) =
-                        odd ? make_float4(from_0, from_1, y[0], y[1]) : make_float4(x[0], x[1], from_0, from_1);
-                }
-            }
-            if (write && warp == 0 && t == 0) {
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int m = c / 2 * 8 + t * 2 + c % 2;
+            if (m < live) {
                 float total = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS / 4; ++w) {
-                    const float4 x = shared.maxima[m][w];
-                    total += (x.x + x.y) + (x.z + x.w);
-                }
-                const int64_t at =
-                    (int64_t(blockIdx.y) * (ROWS * GROUP) + share.first_m + m) * a.splits + blockIdx.x;
-                a.partial_max[at] = top[mt][half] * to_log2;
+                for (int w = 0; w < WARPS; ++w) total += shared.maxima[w][m];
+                const int64_t at = (int64_t(blockIdx.y) * (ROWS * GROUP) + m) * a.splits + blockIdx.x;
+                a.partial_max[at] = reference[c] == NOTHING ? none() : reference[c];
                 a.partial_sum[at] = total;
             }
         }
@@ -358,10 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const Extent extent = kv_extent(pass.low, pass.high, a.window, a.splits);
     const int live = pass.rows * GROUP;
     Share share;
-    share.first_m = blockIdx.z * M_ROWS;
-    share.m_tiles = min_int((live - share.first_m + 15) / 16, M_TILES);
-    // The first split's first m-tiles are always active, and their wait is the launch's.
-    if (int(blockIdx.x) >= extent.active || share.first_m >= live) return;
+    share.m_tiles = (live + 15) / 16;
+    if (int(blockIdx.x) >= extent.active) return;  // the first split is always active, and its wait is the launch's
     share.first = extent.first + blockIdx.x * extent.per_split;
     share.count = min_int(extent.per_split, extent.first + extent.tiles - share.first);
     share.slot_tiles = a.slots / KV_TILE;
@@ -370,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     share.k = reinterpret_cast<const uint8_t*>(a.k_cache) + cache;
     share.v = reinterpret_cast<const uint8_t*>(a.v_cache) + cache;
 
-    const int initial = min_int(share.count, STAGES);
+    const int initial = min_int(share.count, EARLY);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.k_full[i], 1);
@@ -392,26 +381,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         asm volatile("fence.proxy.async;" ::: "memory");
     }
 
-    // q into shared memory, swizzled as keys are; rows of no query are zero, so that nothing strange is computed.
+    // q into shared memory as B; rows of no query are zero, so that nothing strange is computed.
     constexpr int PIECES = ROW_BYTES / 16;
 #pragma unroll
     for (int i = 0; i < M_ROWS * PIECES / THREADS; ++i) {
-        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES, query = share.first_m + m;
+        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES;
         // With one KV head, row and head are m itself.
-        const int head = KV_HEADS == 1 ? query : query / GROUP * Q_HEADS + blockIdx.y * GROUP + query % GROUP;
-        copy_async_or_zeros(shared.q + m * ROW_BYTES + ((piece ^ (m & 7)) << 4), a.q + head * HEAD_DIM + piece * 8,
-                            query < live);
+        const int head = KV_HEADS == 1 ? m : m / GROUP * Q_HEADS + blockIdx.y * GROUP + m % GROUP;
+        copy_async_or_zeros(shared.q[piece / 8] + m * B_ROW + ((piece % 8 ^ (m & 7)) << 4),
+                            a.q + head * HEAD_DIM + piece * 8, m < live);
+    }
+    if (threadIdx.x == 0) {  // behind q, which is asked for first
+        for (int i = initial; i < min_int(share.count, STAGES); ++i) load_tile(shared, share, i);
     }
     renew(a, shared, share, pass, initial);
     copy_async_commit();
     copy_async_wait<0>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads q through another proxy
     __syncthreads();  // q and this pass's keys and values are there
 
     if (M_TILES >= 3 && share.m_tiles == 3) {
-        consume<(M_TILES >= 3 ? 3 : 1)>(a, shared, share, pass);
+        consume<(M_TILES >= 3 ? 48 : 16)>(a, shared, share, pass);
     } else if (M_TILES >= 2 && share.m_tiles == 2) {
-        consume<(M_TILES >= 2 ? 2 : 1)>(a, shared, share, pass);
+        consume<(M_TILES >= 2 ? 32 : 16)>(a, shared, share, pass);
     } else {
-        consume<1>(a, shared, share, pass);
+        consume<16>(a, shared, share, pass);
     }
 }

@@ -7,6 +7,7 @@ from cuq1.plan.kernel import Kernel
 
 UNIT = 16  # keys that blocks of a cluster are dealt
 SHORT_CONTEXT = 17 * 16 * UNIT  # positions from 0 that a full layer's kernel for short contexts may see
+_STAGES = 4  # of attention: tiles of 64 keys and values
 _WARPS = 4  # of a block of attention_short
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
@@ -23,28 +24,12 @@ def attention(dims: Dims, splits: int | None = None) -> Kernel:
     rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], and partial_max (in base 2) and partial_sum without
     the last axis. args.splits must be `splits` (default: `splits_for`).
     """
-    # Three stages are 64 KB on their way while a tile is computed. More only delay the first tile, since all stages of
-    # all blocks share the memory's bandwidth until it has arrived.
-    return shaped(dims, splits_for(dims) if splits is None else splits, 4, 3, 1)
-
-
-def shaped(dims: Dims, splits: int, warps: int, stages: int, m_splits: int) -> Kernel:
-    """`attention` with another share of the work: warps of a block, stages of 32 KB, blocks of a split's m-tiles."""
-    m_rows = -(-ROWS * dims.group // 16 // m_splits) * 16
-    tiles = stages * 2 * KV_TILE * HEAD_DIM * 2
-    queries = m_rows * HEAD_DIM * 2
-    exchange = m_rows * (KV_TILE * 2 + warps * 4)  # probabilities, statistics
-    smem = tiles + queries + exchange + stages * 16
-    return Kernel(
-        "attention.cu",
-        "attention",
-        AttentionArgs,
-        (*common(dims), ("WARPS", warps), ("STAGES", stages), ("M_SPLITS", m_splits), ("SMEM", smem)),
-        (splits, dims.kv_heads, m_splits),
-        warps * 32,
-        smem=smem,
-        max_registers=128 if m_rows == 16 else 255,
-    )
+    splits = splits_for(dims) if splits is None else splits
+    m_rows = -(-ROWS * dims.group // 16) * 16
+    smem = _STAGES * 2 * KV_TILE * HEAD_DIM * 2  # keys and values
+    smem += m_rows * HEAD_DIM * 2 + 2 * m_rows * KV_TILE * 2 + 4 * m_rows * 4 + _STAGES * 16  # q, probabilities, maxima
+    defines = (*common(dims), ("STAGES", _STAGES), ("SMEM", smem))
+    return Kernel("attention.cu", "attention", AttentionArgs, defines, (splits, dims.kv_heads, 1), 128, smem=smem)
 
 
 def combine(dims: Dims, splits: int) -> Kernel:
