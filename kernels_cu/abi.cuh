@@ -240,6 +240,29 @@ struct DownArgs {
     int reserved;
 };
 
+// GateUpArgs and DownArgs in one launch. Groups are the distinct experts that
+// live rows chose, in the order in which rows name them; an expert's weights are read once. dense_groups > 0: no routing, that many groups
+// of all rows.
+struct ExpertsArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;           // [rows][HIDDEN]
+    const uint8_t* codes;        // [rows][HIDDEN] and
+    const float* code_scale;     // [rows], where activations are FP8
+    const uint8_t* gate_up;      // [experts][INNER / 8 units][unit bytes], see experts.cuh
+    const uint8_t* down;         // [experts][HIDDEN / 16 tiles][INNER / 32 chunks][512 bytes]
+    const float* down_scales;    // [experts][HIDDEN / 16][INNER / DOWN_SCALE_K]; null where weights are F16
+    const int* expert_ids;       // [ROWS][TOP_K]
+    const float* expert_weights; // [ROWS][TOP_K]
+    f16* inner;                  // [2][inner_half], INNER_SCALE * silu(gate) * up: [pairs by group and row][INNER]
+    int* epoch;                  // [6]: which half launches write, blocks that know, units drawn; zero before the first launch
+    float* out;                  // [rows][HIDDEN]
+    int dense_groups;
+    int inner_half;              // halves; the same in all launches that share inner
+};
+
 // y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.
 struct MlpTailArgs {
     Fault* fault;

@@ -237,6 +237,28 @@ class DownArgs(Structure):
     )
 
 
+class ExpertsArgs(Structure):
+    _fields_ = (
+        ("fault", Pointer),
+        ("live", Pointer),
+        ("layer", c_int32),
+        ("rows", c_int32),
+        ("normed", Pointer),
+        ("codes", Pointer),
+        ("code_scale", Pointer),
+        ("gate_up", Pointer),
+        ("down", Pointer),
+        ("down_scales", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+        ("inner", Pointer),
+        ("epoch", Pointer),
+        ("out", Pointer),
+        ("dense_groups", c_int32),
+        ("inner_half", c_int32),
+    )
+
+
 class MlpTailArgs(Structure):
     _fields_ = (
         ("fault", Pointer),
