@@ -21,9 +21,10 @@ from typing import Any
 
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import attention, draft, experts, head, projections, rows, sampling
+from cuq1.cuda.kernels import attention, draft, head, projections, rows, sampling
 from cuq1.models.builder import Builder
-from cuq1.models.q1 import Layer, Model, exchanged, resolve
+from cuq1.models.decode_experts import add_experts
+from cuq1.models.q1 import Layer, Model, resolve
 from cuq1.plan.dims import DRAFT, HEAD_DIM, ROWS
 from cuq1.plan.types import Plan, Ref
 
@@ -166,10 +167,7 @@ def _mlp_part(
         rows_ * d.hidden * 6,
     )
     share = layer.dense_groups / (layer.dense_groups or 1) if not moe else min(1.0, _distinct(b, rows_) / d.experts)
-    if experts.FUSED:
-        _fused(b, layer, base, share)
-    else:
-        _gate_up_and_down(b, layer, base, share)
+    add_experts(b, layer, base, share)
     if after is None:
         return
     b.add(
@@ -187,78 +185,6 @@ def _mlp_part(
         },
         0,
         rows_ * d.hidden * 6,
-    )
-
-
-def _fused(b: Builder, layer: Layer, base: Mapping[str, Any], share: float) -> None:
-    p, d, number = layer.prefix, layer.dims, layer.number
-    quantised = d.fp8_activations
-    gate_up, down = b.weight(f"{p}.gate_up"), b.weight(f"{p}.down.weights")
-    scales = b.maybe(f"{p}.down.scales")
-    b.add(
-        experts.fused(d, sms=b.model.sms, scale_k=layer.down_scale_k, dense_groups=layer.dense_groups),
-        "experts",
-        number,
-        {
-            **base,
-            "normed": Ref("ffn_normed", 0),
-            "codes": Ref("codes", 0) if quantised else 0,
-            "code_scale": Ref("code_scale", 0) if quantised else 0,
-            "gate_up": gate_up,
-            "down": down,
-            "down_scales": scales,
-            "expert_ids": Ref("expert_ids", 0),
-            "expert_weights": Ref("expert_weights", 0),
-            "inner": Ref("exchange", 0),
-            "epoch": Ref("exchange_epoch", 0),
-            "out": Ref("y", 0),
-            "dense_groups": layer.dense_groups,
-            "inner_half": exchanged(b.model),
-        },
-        b.size(gate_up, down, scales) * share,
-        base["rows"] * d.hidden * 4,
-    )
-
-
-def _gate_up_and_down(b: Builder, layer: Layer, base: Mapping[str, Any], share: float) -> None:
-    p, d, number = layer.prefix, layer.dims, layer.number
-    quantised = d.fp8_activations
-    weights = b.weight(f"{p}.gate_up")
-    down = {"weights": b.weight(f"{p}.down.weights"), "scales": b.maybe(f"{p}.down.scales")}
-    b.add(
-        experts.gate_up(d, sms=b.model.sms),
-        "gate_up",
-        number,
-        {
-            **base,
-            "normed": Ref("ffn_normed", 0),
-            "codes": Ref("codes", 0) if quantised else 0,
-            "code_scale": Ref("code_scale", 0) if quantised else 0,
-            "weights": weights,
-            "expert_ids": Ref("expert_ids", 0),
-            "inner": Ref("inner", 0),
-            "inner_max": Ref("inner_max", 0) if quantised else 0,
-            "dense_groups": layer.dense_groups,
-        },
-        b.size(weights) * share,
-        base["rows"] * d.top_k * d.inner * 2,
-    )
-    b.add(
-        experts.down(d, scale_k=layer.down_scale_k),
-        "down",
-        number,
-        {
-            **base,
-            **down,
-            "inner": Ref("inner", 0),
-            "inner_max": Ref("inner_max", 0) if quantised else 0,
-            "expert_ids": Ref("expert_ids", 0),
-            "expert_weights": Ref("expert_weights", 0),
-            "out": Ref("y", 0),
-            "dense_groups": layer.dense_groups,
-        },
-        b.size(*down.values()) * share,
-        base["rows"] * d.hidden * 4,
     )
 
 
