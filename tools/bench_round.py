@@ -19,7 +19,8 @@ from cuq1.config import load_config
 from cuq1.cuda import abi, graph
 from cuq1.cuda.driver import bindings, check, open_device
 from cuq1.cuda.execute import Program
-from cuq1.cuda.memory import Arena, MappedFault
+from cuq1.cuda.kernels import experts
+from cuq1.cuda.memory import Arena, MappedFault, copy_in
 from cuq1.cuda.weights import weights_plan
 from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import DeviceError, RequestError
@@ -95,9 +96,7 @@ class Bench:
         self._fill_caches()
 
     def write(self, name: str, values: NDArray[np.generic]) -> None:
-        values = np.ascontiguousarray(values)
-        driver = bindings()
-        check(driver.cuMemcpyHtoD(driver.CUdeviceptr(self.addresses[name]), values.ctypes.data, values.nbytes))
+        copy_in(self.addresses[name], values)
 
     def _fill_caches(self) -> None:
         """Random halves in every cache: a pattern drawn once, copied over it."""
@@ -106,7 +105,7 @@ class Bench:
         for buffer in q1.cache_buffers(self.model):
             address = self.addresses[buffer.name]
             done = min(buffer.bytes, pattern.nbytes)
-            check(driver.cuMemcpyHtoD(driver.CUdeviceptr(address), pattern.ctypes.data, done))
+            copy_in(address, pattern[: done // pattern.itemsize])
             while done < buffer.bytes:
                 step = min(done, buffer.bytes - done)
                 check(driver.cuMemcpyDtoD(driver.CUdeviceptr(address + done), driver.CUdeviceptr(address), step))
@@ -170,7 +169,8 @@ class Bench:
         for launch in plan.launches:
             part = "draft" if launch.layer == DRAFT else "target"
             groups.setdefault(f"{part} {launch.label}", [launch.label])
-        groups["target gate_up + down"] = ["gate_up", "down"]
+        if "target gate_up" in groups:
+            groups["target gate_up + down"] = ["gate_up", "down"]
         for name, labels in groups.items():
             drafting = name.startswith("draft")
             chosen = tuple(one for one in plan.launches if one.label in labels and (one.layer == DRAFT) == drafting)
@@ -289,6 +289,7 @@ def _run(argv: list[str] | None) -> int:
                         "capacity": capacity,
                         "experts": distinct,
                         "fp8_activations": args.fp8_activations,
+                        "fused_experts": experts.FUSED,
                         "us": spread._asdict(),
                         "bytes": size,
                         "ceiling_gbps": bench.ceiling,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cuq1.cuda.compile import compile_kernel
 from cuq1.cuda.driver import bindings, check
-from cuq1.cuda.memory import Arena
+from cuq1.cuda.memory import Arena, copy_in
 from cuq1.cuda.module import load
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Defines
@@ -47,12 +47,12 @@ class Tracer:
             if any(name == "TRACE" for name, _ in kernel.defines):
                 module = load(compile_kernel(kernel).path, kernel).module
                 pointer, _ = check(driver.cuModuleGetGlobal(driver.CUmodule(module.ptr), b"trace_buffer"))
-                check(driver.cuMemcpyHtoD(pointer, value.ctypes.data, value.nbytes))
+                copy_in(int(pointer), value)
 
     def clear(self) -> None:
         """Forgets all entries."""
         header = np.array([0, self.room, 0, 0], np.uint32)
-        check(bindings().cuMemcpyHtoD(bindings().CUdeviceptr(self._arena["trace"]), header.ctypes.data, HEADER))
+        copy_in(self._arena["trace"], header)
 
     def read(self) -> NDArray[np.void]:
         """The entries (dtype ENTRY), in the order in which blocks ended."""

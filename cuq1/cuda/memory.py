@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from ctypes import memset, sizeof
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cuq1.cuda.abi import Fault
 from cuq1.cuda.driver import bindings, check
 from cuq1.errors import DeviceError
@@ -53,6 +56,18 @@ class Arena:
             driver = bindings()
             check(driver.cuMemFree(driver.CUdeviceptr(self._base)))
             self._base = None
+
+
+def copy_in(address: int, values: NDArray[np.generic]) -> None:
+    """Copies an array to device memory; the bytes are there when it returns.
+
+    cuMemcpyHtoD alone may return before bytes from pageable memory have arrived, and our streams do not wait for the
+    default one: on a busy GPU, kernels would read what lay there before.
+    """
+    driver = bindings()
+    values = np.ascontiguousarray(values)
+    check(driver.cuMemcpyHtoD(driver.CUdeviceptr(address), values.ctypes.data, values.nbytes))
+    check(driver.cuCtxSynchronize())
 
 
 def shortage(sizes: Mapping[str, int], free: int, whole: int) -> str:

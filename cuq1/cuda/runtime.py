@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cuq1.cuda import abi, graph
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
-from cuq1.cuda.memory import Arena, Mapped, MappedFault
+from cuq1.cuda.memory import Arena, Mapped, MappedFault, copy_in
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
@@ -85,10 +85,9 @@ class Runtime:
         return abi.State.from_address(self._readback.address)
 
     def write(self, name: str, values: NDArray[np.generic]) -> None:
-        """Copies an array to the start of a buffer."""
+        """Copies an array to the start of a buffer; the bytes are there when it returns."""
         self.check_alive()
-        values = np.ascontiguousarray(values)
-        check(bindings().cuMemcpyHtoD(self._pointer(name), values.ctypes.data, values.nbytes))
+        copy_in(self.addresses[name], values)
 
     def read(self, name: str, out: NDArray[np.generic]) -> None:
         """Copies the start of a buffer into a contiguous array."""

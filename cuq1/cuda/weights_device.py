@@ -15,6 +15,7 @@ from cuq1.cuda.abi import FillArgs, FoldArgs, PackArgs
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.kernels import packing
 from cuq1.cuda.launch import launch
+from cuq1.cuda.memory import copy_in
 from cuq1.cuda.module import Function, build
 from cuq1.cuda.weights import LayerLayout, Layout, RankWeights
 from cuq1.cuda.weights_load import NO_REPORT, PIECE_BYTES, Bytes, Fold, Piece, Progress, fold_of, load
@@ -77,7 +78,7 @@ class DeviceArena:
         self._turn = 0
         self._word = np.full(1, NO_REPORT, np.uint64)
         self._report = int(check(self._driver.cuMemAlloc(8)))
-        check(self._driver.cuMemcpyHtoD(self._driver.CUdeviceptr(self._report), self._word.ctypes.data, 8))
+        copy_in(self._report, self._word)
 
     def __enter__(self) -> "DeviceArena":
         return self

@@ -9,7 +9,7 @@ from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_config
 from cuq1.cuda.chunks import Chunks
 from cuq1.cuda.driver import bindings, check
-from cuq1.cuda.memory import Arena
+from cuq1.cuda.memory import Arena, copy_in
 from cuq1.cuda.weights import rank_weights, weights_plan
 from cuq1.cuda.weights_device import load_weights
 from cuq1.models import prefill, q1
@@ -95,15 +95,10 @@ def nano_on(gpu):
         addresses |= {name: weights.layout.address(arena["weights"], name) for name in weights.layout.tensors}
         for layer in (*model.layers, model.draft):
             pairs = np.arange(model.dims.rotary // 2)
-            put(addresses[f"rope.{layer.theta:g}"], layer.theta ** (-2.0 * pairs / model.dims.rotary))
+            copy_in(addresses[f"rope.{layer.theta:g}"], layer.theta ** (-2.0 * pairs / model.dims.rotary))
         yield model, addresses, checkpoint
     finally:
         arena.close()
-
-
-def put(address, values):
-    values = np.ascontiguousarray(values)
-    check(bindings().cuMemcpyHtoD(bindings().CUdeviceptr(address), values.ctypes.data, values.nbytes))
 
 
 def get(address, shape, dtype):
@@ -128,7 +123,7 @@ def test_a_prompt_of_nano(gpu, lengths):
         run, score = Chunks(prefill.chunk_steps(model), addresses), Chunks([prefill.logits_step(model)], addresses)
         hidden, logits, start, settled = [], [], 0, 0
         for rows in lengths:
-            put(addresses["prefill.tokens"], ids[start : start + rows + 1])
+            copy_in(addresses["prefill.tokens"], ids[start : start + rows + 1])
             run.issue(Chunk(start, rows, settled, start + rows - 1), gpu.stream)  # its last row waits for the next
             settled = start + rows - 1
             gpu.wait()
@@ -168,7 +163,7 @@ def test_the_same_bits_again(gpu):
     """What a prompt leaves does not depend on the run."""
     with nano_on(gpu) as (model, addresses, _):
         run = Chunks(prefill.chunk_steps(model), addresses)
-        put(addresses["prefill.tokens"], np.arange(600, dtype=np.int32) + 200)
+        copy_in(addresses["prefill.tokens"], np.arange(600, dtype=np.int32) + 200)
         found = []
         for _ in range(2):
             run.issue(Chunk(0, 600, 0, 599), gpu.stream)
