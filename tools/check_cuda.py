@@ -63,7 +63,8 @@ def check_greedy(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
 
     Where they differ, the gap between the reference's two candidates is held against the error of the engine's logits
     in that very row, computed again as the request did it: its prompt by the prefill kernels, all later tokens by the
-    decode kernels. That they choose the same token again is checked, too.
+    decode kernels. Rows come in other groups then, so that last bits, and with them a close choice, can differ
+    (`cuda_again`).
     """
     assert isinstance(engine, CudaEngine)
     prompts = nano()[2](options.prompts, 11)
@@ -91,7 +92,7 @@ def check_greedy(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
                 "cuda": chosen,
                 "cuda_again": int(ours.argmax()),
             }
-            failed += place["gap"] > 2 * place["error"] or place["cuda_again"] != chosen
+            failed += place["gap"] > 2 * place["error"]
             places.append(place)
     return {
         "prompts": len(prompts),

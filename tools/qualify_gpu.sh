@@ -2,16 +2,18 @@
 # Everything that one GPU has to show, in one run: kernel and engine tests, memcheck and racecheck, both engines against
 # each other, the decode loop, and what is timed. Prints a line a job; logs and the jobs' last lines go to OUT.
 #
-#   tools/qualify_gpu.sh OUT [REFERENCES]
+#   tools/qualify_gpu.sh OUT [REFERENCES [JOBS]]
 #
 # REFERENCES: a folder with lengths.npy and acceptance.json, from `check_lengths --reference FILE --reference-only` and
 # `check_cuda --rounds 16000 --reference FILE --reference-only`, which need no GPU; without it they are computed here.
+# JOBS: a regular expression that the whole name of a job matches; all by default.
 # Rows are appended to tools/benchlog/. Tests and checks run side by side first, then what is timed, one at a time.
 set -u
-[ $# -ge 1 ] || { sed -n '2,9p' "$0" | cut -c3-; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,10p' "$0" | cut -c3-; exit 2; }
 cd "$(dirname "$0")/.." || exit 2
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 references=${2:-$out}
+jobs=${3:-.*}
 export PYTHONPATH=. PYTHONDONTWRITEBYTECODE=1 OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-2}
 python=${PYTHON:-python3}
 pytest="$python -m pytest -q --no-header -p no:cacheprovider"
@@ -21,6 +23,7 @@ failures=$out/failures
 job() {  # name, seconds at the most, command
     local name=$1 limit=$2 begin=$SECONDS status
     shift 2
+    [[ $name =~ ^($jobs)$ ]] || return 0
     timeout -k 5 "$limit" bash -c "$*" > "$out/$name.log" 2>&1
     status=$?
     printf '%-14s exit %3d after %3d s: %s\n' "$name" $status $((SECONDS - begin)) \
@@ -32,10 +35,13 @@ nano="$python -m cuq1.generate --device cuda --loop host --chat 'Write a loop' -
 sanitize() { echo "compute-sanitizer --tool $1 --error-exitcode 1 --print-limit 20 $nano ${*:2}"; }
 
 job kernels-a 240 "$pytest tests/kernels/test_experts.py" &
-job kernels-b 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_prefill_chunks.py tests/kernels/test_head.py" &
-job kernels-c 240 "$pytest tests/kernels/test_attention.py tests/kernels/test_rows.py tests/kernels/test_draft.py" &
-job kernels-d 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py tests/kernels/test_machinery.py" &
-job engine 240 "$pytest tests/gpu/test_cuda_engine.py tests/gpu/test_loop.py" &
+job kernels-b 240 "$pytest tests/kernels/test_experts_fused.py" &
+job kernels-c 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_prefill_chunks.py" &
+job kernels-d 240 "$pytest tests/kernels/test_attention.py tests/kernels/test_rows.py" &
+job kernels-e 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py" &
+job kernels-f 240 "$pytest tests/kernels/test_head.py tests/kernels/test_draft.py tests/kernels/test_machinery.py" &
+job engine 240 "$pytest tests/gpu/test_cuda_engine.py" &
+job loop-tests 240 "$pytest tests/gpu/test_loop.py" &
 job weights 240 "$pytest tests/gpu/test_weights.py" &
 job memcheck 240 "$(sanitize memcheck --seed 3)" &
 job racecheck 240 "$(sanitize racecheck --temperature 0)" &
