@@ -75,7 +75,7 @@ def test_a_geometry_is_one_that_a_gpu_can_launch():
                 assert 1 <= kernel.block <= 1024
                 assert kernel.block % 32 == 0
                 assert 0 <= kernel.smem <= 227 * 1024
-                assert 1 <= kernel.cluster <= 8  # more is not portable
+                assert 1 <= kernel.cluster <= 16  # above 8 by an attribute that loading sets
                 assert kernel.grid[0] % kernel.cluster == 0
 
 
