@@ -27,14 +27,16 @@ WORTH_COMPARING = (
 )
 
 
-def choices(rng, dims, distinct):
-    """Expert ids [ROWS, top_k] with that many distinct experts."""
+def choices(rng, dims, distinct, count=ROWS, near=0):
+    """Expert ids [count, top_k] with that many distinct experts; near: they are neighbours."""
     pool = rng.choice(dims.experts, distinct, replace=False)
+    if near:
+        pool = rng.permutation(distinct) + int(rng.integers(dims.experts - distinct))
     rows = [pool[i : i + dims.top_k] for i in range(0, distinct, dims.top_k)]
     if len(rows[-1]) < dims.top_k:
         others = rng.choice(np.setdiff1d(pool, rows[-1]), dims.top_k - len(rows[-1]), replace=False)
         rows[-1] = np.concatenate((rows[-1], others))
-    while len(rows) < ROWS:
+    while len(rows) < count:
         rows.append(rng.choice(pool, dims.top_k, replace=False))
     return np.stack(rows).astype(np.int32)
 
@@ -137,22 +139,28 @@ def report(layers, given, alone):
         print(line, flush=True)
 
 
-def main():
-    gpu = Gpu()
-    variants = [[]]
-    for word in sys.argv[1:] or WORTH_COMPARING.split():
+def variants(gpu, worth, make):
+    """(layers, options) of each variant of the command line, or of `worth`; make(gpu, dims) only where dims change."""
+    words_of = [[]]
+    for word in sys.argv[1:] or worth.split():
         if word == "--":
-            variants.append([])
+            words_of.append([])
         else:
-            variants[-1].append(word)
-    parsed = [options(words) for words in variants]
+            words_of[-1].append(word)
+    parsed = [options(words) for words in words_of]
     dims = {"fp8": RELEASED, "bf16": replace(RELEASED, fp8_experts=False)}
     dims["e4m3"] = replace(RELEASED, fp8_activations=True)
     layers = None
-    for number, given in enumerate(parsed):
+    for given in parsed:
         chosen = dims[given.get("dims", "fp8")]
         if layers is None or layers.dims != chosen:
-            layers = Layers(gpu, chosen)
+            layers = make(gpu, chosen)
+        yield layers, given
+
+
+def main():
+    gpu = Gpu()
+    for number, (layers, given) in enumerate(variants(gpu, WORTH_COMPARING, Layers)):
         report(layers, given, number == 0)
     gpu.close()
 

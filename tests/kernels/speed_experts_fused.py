@@ -6,62 +6,22 @@ Prints microseconds a layer and the ratio to the read ceiling, in a chain, and w
 own time is taken off.
 """
 
-import sys
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 
 from cuq1.cuda.abi import BandwidthArgs, ExpertsArgs
 from cuq1.cuda.kernels import experts
-from cuq1.cuda.repack import unit_bytes
-from cuq1.plan.kernel import Kernel
+from tests.kernels import speed_experts
 from tests.kernels.harness import Gpu
-from tests.kernels.shapes import RELEASED
+from tests.kernels.speed_experts import LAYERS, ROWS, choices, stand_in, variants
 
-LAYERS = 16
-ROWS = 8
 WORTH_COMPARING = "groups=8,11,24,38,48 -- rows=1 groups=8 -- depth=3 -- depth=5 -- depth=6 -- dims=e4m3 -- dims=bf16"
 
 
-def choices(rng, dims, distinct, count=ROWS, near=0):
-    """Expert ids [count, top_k] with that many distinct experts."""
-    pool = rng.choice(dims.experts, distinct, replace=False)
-    if near:
-        pool = rng.permutation(distinct) + int(rng.integers(dims.experts - distinct))
-    rows = [pool[i : i + dims.top_k] for i in range(0, distinct, dims.top_k)]
-    if len(rows[-1]) < dims.top_k:
-        others = rng.choice(np.setdiff1d(pool, rows[-1]), dims.top_k - len(rows[-1]), replace=False)
-        rows[-1] = np.concatenate((rows[-1], others))
-    while len(rows) < count:
-        rows.append(rng.choice(pool, dims.top_k, replace=False))
-    return np.stack(rows).astype(np.int32)
-
-
-class Layers:
+class Layers(speed_experts.Layers):
     def __init__(self, gpu, dims):
-        xp = gpu.cupy
-        rng = np.random.default_rng(1)
-        self.gpu, self.dims = gpu, dims
-        self.unit = unit_bytes(dims.hidden, fp8=dims.fp8_experts) * dims.inner // 8
-        self.tile = dims.hidden * dims.inner * (1 if dims.fp8_experts else 2)
-        self.gate_up = [self._random(dims.experts * self.unit) for _ in range(LAYERS)]
-        self.down = [self._random(dims.experts * self.tile) for _ in range(LAYERS)]
-        self.scales = [xp.ones((dims.experts, dims.hidden // 16, 4), np.float32) for _ in range(LAYERS)]
-        self.x = gpu.array((0.01 * rng.standard_normal((ROWS, dims.hidden))).astype(np.float16))
-        self.codes = gpu.array(rng.integers(0, 0x30, (ROWS, dims.hidden), np.uint8))
-        self.code_scale = gpu.array(np.full(ROWS, 0.01, np.float32))
-        self.inner = xp.zeros((2, ROWS * dims.top_k, dims.inner), np.float16)
-        self.epoch = xp.zeros(6, np.int32)
-        self.out = xp.zeros((ROWS, dims.hidden), np.float32)
-        self.routing = gpu.array(np.full((ROWS, dims.top_k), 0.125, np.float32))
-
-    def _random(self, size):
-        """Bytes that are small numbers, both as E4M3 codes and as the high byte of a float."""
-        xp = self.gpu.cupy
-        words = xp.random.randint(0, 2**31 - 1, size // 4, dtype=np.int32)
-        words &= np.int32(0x3F3F3F3F)
-        return words.view(np.uint8)
+        super().__init__(gpu, dims)
+        self.exchange = gpu.cupy.zeros((2, ROWS * dims.top_k, dims.inner), np.float16)
+        self.epoch = gpu.cupy.zeros(6, np.int32)
 
     def calls(self, ids, kernel, between=None, rows=ROWS):
         """One list of (kernel, args) for all layers."""
@@ -81,23 +41,13 @@ class Layers:
                     down_scales=self.scales[layer].data.ptr if dims.fp8_experts else 0,
                     expert_ids=chosen.data.ptr,
                     expert_weights=self.routing.data.ptr,
-                    inner=self.inner.data.ptr,
+                    inner=self.exchange.data.ptr,
                     epoch=self.epoch.data.ptr,
-                    inner_half=self.inner[0].size,
+                    inner_half=self.exchange[0].size,
                     out=self.out.data.ptr,
                 )
                 found.append((kernel, args))
         return found
-
-
-def stand_in():
-    path = Path(__file__).with_name("stand_in.cu")
-    return Kernel(str(path), "stand_in", BandwidthArgs, (), (24, 1, 1), 128)
-
-
-def options(text):
-    found = dict(item.split("=") for item in text)
-    return {key: value if key in {"groups", "dims"} else int(value) for key, value in found.items()}
 
 
 def report(layers, given):
@@ -124,20 +74,7 @@ def report(layers, given):
 
 def main():
     gpu = Gpu()
-    variants = [[]]
-    for word in sys.argv[1:] or WORTH_COMPARING.split():
-        if word == "--":
-            variants.append([])
-        else:
-            variants[-1].append(word)
-    parsed = [options(words) for words in variants]
-    dims = {"fp8": RELEASED, "bf16": replace(RELEASED, fp8_experts=False)}
-    dims["e4m3"] = replace(RELEASED, fp8_activations=True)
-    layers = None
-    for given in parsed:
-        chosen = dims[given.get("dims", "fp8")]
-        if layers is None or layers.dims != chosen:
-            layers = Layers(gpu, chosen)
+    for layers, given in variants(gpu, WORTH_COMPARING, Layers):
         report(layers, given)
     gpu.close()
 
