@@ -222,9 +222,7 @@ class SequenceEngine(ABC):
     def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
         """The request: a first token from the prompt's logits, then speculative rounds."""
         self._check_current(request)
-        budget = self.context - len(self._tokens)
-        if params.max_tokens is not None:
-            budget = min(budget, params.max_tokens)
+        budget = self._budget(params)
         step: Round | None = None
         while True:
             with self._change():
@@ -238,6 +236,11 @@ class SequenceEngine(ABC):
             if budget == 0:
                 return "length"
             self._check_current(request)
+
+    def _budget(self, params: DecodeParams) -> int:
+        """The most tokens that a request can commit now."""
+        room = self.context - len(self._tokens)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def _commit(self, tokens: tuple[int, ...]) -> None:
         """Append committed tokens; the last one is pending, so rows that were verified beyond it no longer count."""

@@ -104,7 +104,7 @@ def on_device(rank: Rank, args: argparse.Namespace, context: int) -> dict[str, f
 def on_host(rank: Rank, args: argparse.Namespace, context: int, *, device: bool = False) -> float:
     """Microseconds of a round that the host launches, waits for and reads. device: as the loop's graphs are made."""
     rows = args.drafts + 1
-    short = context + ROWS <= rank.model.short_context
+    short = rank.model.is_short(context)
     driver, stream = bindings(), bindings().CUstream(rank.stream)
     first = rank.program(decode.first_of(rank.model, args.drafts))
     whole = rank.program(decode.round_of(rank.model, rows, args.drafts, short=short))

@@ -158,7 +158,7 @@ class Bench:
 
     def round(self, rows: int, drafts: int, context: int, distinct: float, repeats: int) -> tuple[Plan, Spread]:
         self.place(context, rows, drafts, distinct)
-        short = context + ROWS <= self.model.short_context
+        short = self.model.is_short(context)
         plan = decode.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
         return plan, self.time(plan, repeats, reset=True)
 

@@ -21,7 +21,7 @@ from cuq1.cuda import graph
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
 from cuq1.models import decode
-from cuq1.plan.dims import DRAFT, ROWS
+from cuq1.plan.dims import DRAFT
 from tools.bench_round import ASSETS, Bench, within_reach
 from tools.tracing import Span, Tracer, spans
 
@@ -133,7 +133,7 @@ def traced_round(bench: Bench, args: argparse.Namespace) -> list[Span]:
     d = bench.model.dims
     distinct = within_reach(args.experts, args.rows, d.experts, d.top_k)
     bench.place(args.context, args.rows, args.drafts, distinct)
-    short = args.context + ROWS <= bench.model.short_context
+    short = bench.model.is_short(args.context)
     plan = decode.round_of(bench.model, args.rows, args.drafts, context=args.context, forced=True, short=short)
     tracer = Tracer(dict.fromkeys(launch.label for launch in plan.launches))
     plan = plan.with_defines(tracer.defines)

@@ -211,9 +211,7 @@ class CudaEngine(SequenceEngine):
     ) -> Generator[Round, None, FinishReason]:
         """The rounds that the device runs by itself. It is never further ahead of the reader than a rewind can undo."""
         self._check_current(request)
-        budget = self.context - len(self._tokens)
-        if params.max_tokens is not None:
-            budget = min(budget, params.max_tokens)
+        budget = self._budget(params)
         with self._change():
             self._catch_up(self.chunk)
             state = self._runtime.request(params, seed, self._done, self._limit(params))

@@ -15,7 +15,6 @@ from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
 from cuq1.models import decode, loop, prefill_buffers, q1
-from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Defines, Plan
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
@@ -215,20 +214,16 @@ class Runtime:
         self.run("first", 1, limit, lambda: decode.first_of(self.model, limit))
         return int(self.state.log_tokens[0])
 
-    def _short(self, done: int) -> bool:
-        """Whether a pass at positions done, done + 1, … may use the plans for short contexts."""
-        return done + ROWS <= self.model.short_context
-
     def target(self, rows: int, done: int) -> None:
         """The target's forward pass of the state's rows, from position `done` on."""
-        short = self._short(done)
+        short = self.model.is_short(done)
         kind = "target, short" if short else "target"
         self.run(kind, rows, 0, lambda: decode.target_of(self.model, rows, short=short))
 
     def round(self, limit: int) -> Round:
         """Verifies the pending token and its drafts, and drafts after what was committed."""
         rows = self.state.drafts + 1
-        short = self._short(self.state.done)
+        short = self.model.is_short(self.state.done)
         kind = "round, short" if short else "round"
         self.run(kind, rows, limit, lambda: decode.round_of(self.model, rows, limit, short=short))
         state = self.state

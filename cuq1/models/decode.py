@@ -448,6 +448,6 @@ def round_plan(
 
     layout = weights_plan(config, draft_config, tp, rank)
     model = resolve(config, draft_config, layout, tp=tp, rank=rank, capacity=context)
-    short = context + ROWS <= model.short_context
+    short = model.is_short(context)
     most = drafts if draft_config is not None else 0
     return round_of(model, rows, most, context=context, distinct=distinct, short=short)

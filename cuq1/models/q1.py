@@ -123,6 +123,10 @@ class Model:
         """Positions up to which a pass may use the plans for short contexts."""
         return attention.SHORT_CONTEXT
 
+    def is_short(self, done: int) -> bool:
+        """Whether a pass at positions done, done + 1, … may use the plans for short contexts."""
+        return done + ROWS <= self.short_context
+
 
 def resolve(
     config: Q1Config,
