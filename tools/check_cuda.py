@@ -40,7 +40,7 @@ def _cpu_score(ids: Sequence[int]) -> F32:
     return np.asarray(_worker.score(ids))
 
 
-def _cpu_accepted(task: tuple[Sequence[int], int, int]) -> list[int]:
+def _cpu_accepted(task: "Task") -> list[int]:
     assert _worker is not None
     return accepted(_worker, *task)
 
@@ -158,39 +158,65 @@ def perplexity(scores: Sequence[F32], pieces: Sequence[Sequence[int]]) -> float:
     return float(np.exp(total / count))
 
 
-def acceptance_tasks(rounds: int) -> list[tuple[Sequence[int], int, int]]:
-    """Requests, as `accepted` takes them, that have at least `rounds` rounds together: no round commits more than 8."""
+Task = tuple[Sequence[int], int, int]  # a request's prompt, seed and budget, as `accepted` takes them
+
+
+def acceptance_tasks(rounds: int) -> list[Task]:
+    """Requests that have at least `rounds` rounds together: no round commits more than 8."""
     return [(ids, seed, 120) for seed, ids in enumerate(nano()[2](rounds // 15 + 1, 17))]
 
 
-def reference_counts(options: argparse.Namespace) -> list[int]:
-    """Accepted drafts of the reference's rounds, from options.reference where that file exists."""
+def reference_acceptance(options: argparse.Namespace) -> tuple[list[Task], list[list[int]]]:
+    """Requests, and the accepted drafts of each one's rounds by the reference; from options.reference if it exists.
+
+    The file holds the requests as well: prompts are made from the interpreter's own library, so that another version
+    of Python would make others.
+    """
     path: Path | None = options.reference
     if path is not None and path.exists():
         kept = json.loads(path.read_text())
         if kept["rounds"] != options.rounds:
             raise RequestError(f"{path} was made with --rounds {kept['rounds']}: give that, or remove it")
-        return list(kept["accepted"])
+        return [(ids, seed, tokens) for ids, seed, tokens in kept["tasks"]], kept["accepted"]
     tasks = acceptance_tasks(options.rounds)
-    found = [n for counts in on_cpu(_cpu_accepted, tasks, options.jobs) for n in counts]
+    found = on_cpu(_cpu_accepted, tasks, options.jobs)
     if path is not None:
-        path.write_text(json.dumps({"rounds": options.rounds, "accepted": found}))
-    return found
+        path.write_text(json.dumps({"rounds": options.rounds, "tasks": tasks, "accepted": found}))
+    return tasks, found
 
 
 def check_acceptance(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """How often each depth's draft is accepted where it is reached, against the reference's rate."""
-    theirs = reference_counts(options)
-    ours = [n for task in acceptance_tasks(options.rounds) for n in accepted(engine, *task)]
-    rates = [[float(np.mean(np.asarray(counts) > depth)) for depth in range(MAX_DRAFTS)] for counts in (ours, theirs)]
-    difference = max(abs(a - b) for a, b in zip(*rates, strict=True))
+    """How often a round accepts more than 0 … 6 drafts, against the reference's rates for the same requests.
+
+    Both engines sample, so that requests go different ways; the standard error of the difference is over requests, as
+    rounds of one request are alike.
+    """
+    tasks, theirs = reference_acceptance(options)
+    ours = [accepted(engine, *task) for task in tasks]
+    rates, errors = zip(*(acceptance(counts) for counts in (ours, theirs)), strict=True)
+    difference = np.abs(rates[0] - rates[1])
     return {
-        "rounds": [len(ours), len(theirs)],
-        "accepted_by_depth": rates[0],
-        "accepted_by_depth_reference": rates[1],
-        "largest_difference": difference,
-        "failed": int(difference > 0.01),
+        "rounds": [sum(map(len, counts)) for counts in (ours, theirs)],
+        "accepted_by_depth": rates[0].tolist(),
+        "accepted_by_depth_reference": rates[1].tolist(),
+        "standard_error": np.hypot(*errors).tolist(),
+        "largest_difference": float(difference.max()),
+        "failed": int(difference.max() > 0.01),
     }
+
+
+def acceptance(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Shares [MAX_DRAFTS] of all rounds that accept more than 0, 1, … drafts, and their standard errors.
+
+    The error is a ratio estimator's over clusters: Cochran, Sampling Techniques (1977), equation 6.9.
+    """
+    held = [np.asarray(counts) for counts in requests if counts]
+    sizes = np.array([len(counts) for counts in held], np.float64)
+    more = np.array([[np.sum(counts > depth) for depth in range(MAX_DRAFTS)] for counts in held], np.float64)
+    rates = more.sum(axis=0) / sizes.sum()
+    residual = more - rates * sizes[:, None]
+    n = len(held)
+    return rates, np.sqrt(n / max(n - 1, 1) * np.square(residual).sum(axis=0)) / sizes.sum()
 
 
 def check_repeat(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
@@ -259,7 +285,7 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/cuda.jsonl")
     options = parser.parse_args(argv)
     if options.reference_only:
-        reference_counts(options)
+        reference_acceptance(options)
         return 0
     failed = 0
     with open_engine(NANO, "cuda", activations=options.activations) as engine:
