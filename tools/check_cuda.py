@@ -1,19 +1,18 @@
 """Hold the GPU engine against the reference on nano: greedy output, scores, acceptance, repetition.
 
-    python -m tools.check_cuda [greedy score acceptance repeat] [--reference FILE] [--log] ...
+    python -m tools.check_cuda [greedy score acceptance repeat] [--log] ...
 
 greedy: sequences of both engines are equal, except where the reference's two best logits are closer than the
 measured error; every such place is listed. score: relative error of logits, and perplexity of source that nano was
-not trained on. acceptance: of each of seven drafts, over many sampled rounds. repeat: rounds of mixed prompts twice,
+not trained on. acceptance: of each of seven drafts, over many sampled
+rounds, against the reference's judgement of the same drafts. repeat: rounds of mixed prompts twice,
 with equal outputs, flat memory and no error.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,9 @@ from numpy.typing import NDArray
 from cuq1.cli import Parser, guarded
 from cuq1.cuda.engine import CudaEngine
 from cuq1.engine import Engine, open_engine
-from cuq1.errors import RequestError
+from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
+from tools.acceptance import Judged, judge, rates, rounds_of, variations
 from tools.bench import NANO, ROOT, append_row, at_least_one, nano
 
 F32 = NDArray[np.float32]
@@ -40,22 +40,16 @@ def _cpu_score(ids: Sequence[int]) -> F32:
     return np.asarray(_worker.score(ids))
 
 
-def _cpu_accepted(task: "Task") -> list[int]:
-    assert _worker is not None
-    return accepted(_worker, *task)
+def _cpu_judged(task: tuple[int, Sequence[Judged]]) -> list[Judged]:
+    assert isinstance(_worker, ReferenceEngine)
+    seed, rounds = task
+    return [judge(_worker, one.tokens, one.drafts, sampled(seed)) for one in rounds]
 
 
 def on_cpu(function: Callable[[Any], Any], tasks: Sequence[Any], jobs: int) -> list[Any]:
     """The reference's results, one engine a process."""
     with get_context("spawn").Pool(jobs, _start) as pool:
         return pool.map(function, tasks, chunksize=1)
-
-
-def accepted(engine: Engine, ids: Sequence[int], seed: int, tokens: int) -> list[int]:
-    """Accepted drafts of every round of a sampled request with seven drafts."""
-    engine.prefill(ids)
-    params = DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=seed, draft=MAX_DRAFTS, max_tokens=tokens)
-    return [step.accepted for step in engine.decode(params) if not step.from_prompt]
 
 
 def check_greedy(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
@@ -158,65 +152,36 @@ def perplexity(scores: Sequence[F32], pieces: Sequence[Sequence[int]]) -> float:
     return float(np.exp(total / count))
 
 
-Task = tuple[Sequence[int], int, int]  # a request's prompt, seed and budget, as `accepted` takes them
-
-
-def acceptance_tasks(rounds: int) -> list[Task]:
-    """Requests that have at least `rounds` rounds together: no round commits more than 8."""
-    return [(ids, seed, 120) for seed, ids in enumerate(nano()[2](rounds // 15 + 1, 17))]
-
-
-def reference_acceptance(options: argparse.Namespace) -> tuple[list[Task], list[list[int]]]:
-    """Requests, and the accepted drafts of each one's rounds by the reference; from options.reference if it exists.
-
-    The file holds the requests as well: prompts are made from the interpreter's own library, so that another version
-    of Python would make others.
-    """
-    path: Path | None = options.reference
-    if path is not None and path.exists():
-        kept = json.loads(path.read_text())
-        if kept["rounds"] != options.rounds:
-            raise RequestError(f"{path} was made with --rounds {kept['rounds']}: give that, or remove it")
-        return [(ids, seed, tokens) for ids, seed, tokens in kept["tasks"]], kept["accepted"]
-    tasks = acceptance_tasks(options.rounds)
-    found = on_cpu(_cpu_accepted, tasks, options.jobs)
-    if path is not None:
-        path.write_text(json.dumps({"rounds": options.rounds, "tasks": tasks, "accepted": found}))
-    return tasks, found
-
-
 def check_acceptance(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """How often a round accepts more than 0 … 6 drafts, against the reference's rates for the same requests.
+    """Shares of rounds that accept more than 0 … 6 drafts, and the same drafts judged by the reference.
 
-    Both engines sample, so that requests go different ways; the standard error of the difference is over requests, as
-    rounds of one request are alike.
+    chance: the standard error of such a rate where two engines go their own ways, over requests.
     """
-    tasks, theirs = reference_acceptance(options)
-    ours = [accepted(engine, *task) for task in tasks]
-    rates, errors = zip(*(acceptance(counts) for counts in (ours, theirs)), strict=True)
-    difference = np.abs(rates[0] - rates[1])
+    prompts = iter(nano()[2](options.rounds // 15 + 1, 17))  # no round of at most 120 tokens commits more than 8
+    ours: list[list[Judged]] = []
+    with CudaEngine(NANO, loop="host", activations=options.activations) as own:
+        while sum(map(len, ours)) < options.rounds:
+            ours.append(rounds_of(own, next(prompts), sampled(len(ours))))
+    theirs = on_cpu(_cpu_judged, list(enumerate(ours)), options.jobs)
+    (got, chance), (expected, _) = (
+        rates([[one.accepted for one in request] for request in requests]) for requests in (ours, theirs)
+    )
+    difference = float(np.abs(got - expected).max())
+    distance = variations([one for request in ours for one in request], [one for request in theirs for one in request])
     return {
-        "rounds": [sum(map(len, counts)) for counts in (ours, theirs)],
-        "accepted_by_depth": rates[0].tolist(),
-        "accepted_by_depth_reference": rates[1].tolist(),
-        "standard_error": np.hypot(*errors).tolist(),
-        "largest_difference": float(difference.max()),
-        "failed": int(difference.max() > 0.01),
+        "rounds": sum(map(len, ours)),
+        "accepted_by_depth": got.tolist(),
+        "accepted_by_depth_reference": expected.tolist(),
+        "largest_difference": difference,
+        "chance": chance.tolist(),
+        "variation_by_depth": distance.tolist(),
+        "failed": int(difference > 0.01),
     }
 
 
-def acceptance(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Shares [MAX_DRAFTS] of all rounds that accept more than 0, 1, … drafts, and their standard errors.
-
-    The error is a ratio estimator's over clusters: Cochran, Sampling Techniques (1977), equation 6.9.
-    """
-    held = [np.asarray(counts) for counts in requests if counts]
-    sizes = np.array([len(counts) for counts in held], np.float64)
-    more = np.array([[np.sum(counts > depth) for depth in range(MAX_DRAFTS)] for counts in held], np.float64)
-    rates = more.sum(axis=0) / sizes.sum()
-    residual = more - rates * sizes[:, None]
-    n = len(held)
-    return rates, np.sqrt(n / max(n - 1, 1) * np.square(residual).sum(axis=0)) / sizes.sum()
+def sampled(seed: int) -> DecodeParams:
+    """A request with seven drafts."""
+    return DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=seed, draft=MAX_DRAFTS, max_tokens=120)
 
 
 def check_repeat(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
@@ -280,13 +245,8 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("--activations", choices=["f16", "fp8"], default="f16")
     parser.add_argument("--tolerance", type=float, default=1e-2)
     parser.add_argument("--jobs", type=at_least_one, default=4, help="processes of the reference")
-    parser.add_argument("--reference", type=Path, help="where the acceptance of the reference is kept (.json)")
-    parser.add_argument("--reference-only", action="store_true", help="compute and keep it, without a GPU")
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/cuda.jsonl")
     options = parser.parse_args(argv)
-    if options.reference_only:
-        reference_acceptance(options)
-        return 0
     failed = 0
     with open_engine(NANO, "cuda", activations=options.activations) as engine:
         for name in options.checks:

@@ -4,8 +4,8 @@
 #
 #   tools/qualify_gpu.sh OUT [REFERENCES [JOBS]]
 #
-# REFERENCES: a folder with lengths.npy and acceptance.json, from `check_lengths --reference FILE --reference-only` and
-# `check_cuda --rounds 16000 --reference FILE --reference-only`, which need no GPU; without it they are computed here.
+# REFERENCES: a folder with lengths.npy from `check_lengths --reference FILE --reference-only`, which needs no GPU; without
+# it that is computed here.
 # JOBS: a regular expression that the whole name of a job matches; all by default.
 # Rows are appended to tools/benchlog/. Tests and checks run side by side first, then what is timed, one at a time.
 set -u
@@ -50,7 +50,7 @@ job lengths 240 "$python -m tools.check_lengths --reference $references/lengths.
 job greedy 240 "$python -m tools.check_cuda greedy score --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --activations fp8 --tolerance 0.08 --source-tokens 12000 --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --source-tokens 12000 --jobs 2 --log" &
-job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 16000 --reference $references/acceptance.json --log" &
+job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 4000 --jobs 3 --log" &
 job loop 240 "$python -m tools.check_loop equal ends distribution stall --log" &
 wait
 job round 60 "$python -m tools.bench_round --rows 4..8 --kernels --marginal"

@@ -9,6 +9,7 @@ from cuq1.engine import open_engine
 from cuq1.errors import Cuq1Error, DeviceError, RequestError
 from cuq1.sampling import DecodeParams
 from tests.paths import NANO
+from tools.acceptance import judge, rounds_of, variations
 from tools.bench import nano
 
 pytestmark = pytest.mark.gpu
@@ -62,62 +63,30 @@ def test_greedy_follows_the_reference(cuda, cpu, prompts, draft):
             assert row.max() - row[token] < 0.1  # the reference's choice, or as good as
 
 
-def drafted(engine, ids, params):
-    """Every round's (tokens before it, its drafts, their distributions as {token: probability})."""
-    engine.prefill(ids)
-    found = []
-    for _ in engine.decode(params):
-        state = engine._runtime.state
-        count = state.drafts
-        shapes = [
-            dict(zip(state.q_ids[i][: state.q_count[i]], state.q_probs[i][: state.q_count[i]], strict=True))
-            for i in range(count)
-        ]
-        found.append((engine.tokens, list(state.tokens[1 : count + 1]), shapes))
-    return found[:-1]  # what the last round drafted was cut off with the budget
+SAMPLED = DecodeParams(temperature=1.0, top_k=20, top_p=1.0, seed=3, draft=7, max_tokens=60)
 
 
-def reference_shapes(cpu, tokens, drafts, params):
-    """The reference's distributions where the same drafts were drawn."""
-    cpu.prefill(tokens[:-1])
-    cpu._commit(tokens[-1:])
-    cpu._settle(cpu._draft)
-    hidden, token, found = cpu._hidden[-1:], tokens[-1], []
-    for depth, draft in enumerate(drafts):
-        hidden, logits = cpu._draft.forward(np.asarray([token]), hidden, len(tokens) - 2 + depth)
-        found.append(cpu._distribution(logits[0], params))
-        token = draft
-    cpu.rewind(len(tokens) - 1)
-    return [dict(zip(one.ids.tolist(), one.probs.tolist(), strict=True)) for one in found]
-
-
-def distances(engine, cpu, prompts, wrong=False):
-    """Mean total variation between both engines' drafts [depths], over all rounds."""
-    params = DecodeParams(temperature=1.0, top_k=20, top_p=1.0, seed=3, draft=7, max_tokens=60)
-    found = []
-    for ids in prompts:
-        for tokens, drafts, shapes in drafted(engine, ids, params):
-            expected = reference_shapes(cpu, tokens, [*drafts[1:], drafts[0]] if wrong else drafts, params)
-            found.append(
-                [
-                    sum(abs(a.get(token, 0.0) - b.get(token, 0.0)) for token in a.keys() | b.keys()) / 2
-                    for a, b in zip(shapes, expected, strict=True)
-                ]
-            )
-    assert len(found) > 50
-    return np.mean(found, axis=0)
-
-
-def test_drafts_are_drawn_from_the_references_distributions(gpu, cpu, prompts):
+@pytest.fixture(scope="module")
+def rounds(gpu, prompts):
     with CudaEngine(NANO, loop="host") as engine:
-        found = distances(engine, cpu, prompts)
-        print("total variation by depth:", found)
-        assert (found < 0.02).all()
+        return [one for ids in prompts for one in rounds_of(engine, ids, SAMPLED)]
 
 
-def test_distributions_after_other_drafts_are_rejected(gpu, cpu, prompts):
-    with CudaEngine(NANO, loop="host") as engine:
-        assert (distances(engine, cpu, prompts[:6], wrong=True)[1:] > 0.1).all()
+def test_drafts_are_drawn_from_the_references_distributions(cpu, rounds):
+    found = variations(rounds, [judge(cpu, one.tokens, one.drafts, SAMPLED) for one in rounds])
+    print("total variation by depth:", found)
+    assert len(rounds) > 50
+    assert (found < 0.02).all()
+
+
+def test_distributions_after_other_drafts_are_rejected(cpu, rounds):
+    others = [judge(cpu, one.tokens, (*one.drafts[1:], one.drafts[0]), SAMPLED) for one in rounds]
+    assert (variations(rounds, others)[1:] > 0.1).all()
+
+
+def test_the_reference_accepts_what_the_gpu_accepted(cpu, rounds):
+    judged = [judge(cpu, one.tokens, one.drafts, SAMPLED).accepted for one in rounds]
+    assert np.mean([a == one.accepted for a, one in zip(judged, rounds, strict=True)]) > 0.95
 
 
 def test_verified_rows_are_those_of_a_prompt(cuda, cpu, prompts):
