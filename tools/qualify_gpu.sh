@@ -55,7 +55,7 @@ job loop 240 "$python -m tools.check_loop equal ends distribution stall --log" &
 wait
 job round 60 "$python -m tools.bench_round --rows 4..8 --kernels --marginal"
 job sweep 60 "$python -m tools.bench_round --context sweep --experts 37.7"
-job capacity 60 "$python -m tools.bench_round --context 1024 --capacity 262144"
+job capacity 60 "$python -m tools.bench_capacity --capacity 1024,1024,262144 --log"
 job speed 90 "$python -m tests.kernels.speed_attention; $python -m tests.kernels.prefill_speed prompt;
     $pytest -s tests/kernels/test_head.py -k speed"
 job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
