@@ -29,6 +29,21 @@ __device__ __forceinline__ Extent kv_extent(int low, int high, int window, int s
     return extent;
 }
 
+// The positions that the live rows see, in units of 16, and a split's even share of them: a share is at most one unit
+// larger than another. As above, it depends on positions only.
+constexpr int SPLIT_UNIT = 16;
+struct Split {
+    int first;   // its first unit of positions
+    int units;   // from there on; none in splits from `active` on
+    int active;  // splits that have any
+};
+
+__device__ __forceinline__ Split kv_split(int low, int high, int window, int splits, int split) {
+    const int oldest = (window > 0 ? max_int(0, low - window + 1) : 0) / SPLIT_UNIT;
+    const int units = high / SPLIT_UNIT + 1 - oldest, each = units / splits, more = units % splits;
+    return {oldest + split * each + min_int(split, more), each + (split < more), min_int(units, splits)};
+}
+
 // What a warp knows of a pass: lane i holds row i's position (a copy of the last one's beyond `rows`).
 struct Pass {
     int rows;      // live rows; 0 ends the launch, and then the rest means nothing
