@@ -19,7 +19,9 @@ constexpr int MAX_STOPS = 32;       // stop tokens that the device looks for; wh
 constexpr int LOG_RECORDS = 256;    // records of the result log; a power of two
 constexpr int GRAPHS = 32;          // handles of a request's graphs: see Loop
 
-enum FaultKind { FAULT_NONE = 0, FAULT_NOT_FINITE = 1, FAULT_COPY = 2, FAULT_TOKEN = 3 };
+enum FaultKind { FAULT_NONE = 0, FAULT_NOT_FINITE = 1, FAULT_COPY = 2, FAULT_TOKEN = 3, FAULT_ROUTING = 4, FAULT_RESULT = 5 };
+
+constexpr int ROUTED_COPIES = 4;    // of what the attention tail tells the experts, so that not all read one line
 
 enum KernelId {
     KERNEL_EMBED = 1,
@@ -98,6 +100,9 @@ struct QkvArgs {
     const float* norm;       // [HIDDEN]
     float* residual;         // [rows][HIDDEN]: x * norm where inverse is given, else x
     float* inverse;          // [rows], 1 / rms(x): residual times that is rms(x, norm); or null
+    // What attention will write, to be made NOT_READY (common/flagged.cuh); or null.
+    float* attended32;       // [ROWS][Q_HEADS * HEAD_DIM]
+    f16* attended;           // [ROWS][Q_HEADS * HEAD_DIM]
 };
 
 // One split of the sequence, for all rows and heads of a KV head.
@@ -204,6 +209,7 @@ struct AttnTailArgs {
     float attn_scale;
     float* normed32;               // [rows][HIDDEN], rms(h, ffn_norm) for a router that is not folded, or null
     const float* inverse;          // [rows], multiplies residual; written with it; or null
+    int* routed;                   // [ROUTED_COPIES][ROWS][TOP_K], expert ids plus 1 where zeros were, or null
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by
@@ -222,6 +228,7 @@ struct GateUpArgs {
     float* inner_max;          // [MAX_GROUPS][ROWS], the largest magnitude of inner, where activations are FP8
     int dense_groups;
     int reserved;
+    const int* routed;         // as AttnTailArgs: read before the predecessor's end; or null
 };
 
 struct DownArgs {
@@ -238,6 +245,7 @@ struct DownArgs {
     float* out;                  // [rows][HIDDEN]
     int dense_groups;
     int reserved;
+    int* routed;                 // to zero, or null
 };
 
 // GateUpArgs and DownArgs in one launch. Groups are the distinct experts that
@@ -261,6 +269,7 @@ struct ExpertsArgs {
     float* out;                  // [rows][HIDDEN]
     int dense_groups;
     int inner_half;              // halves; the same in all launches that share inner
+    int* routed;                 // as AttnTailArgs: read before the predecessor's end, then zeroed; or null
 };
 
 // y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.

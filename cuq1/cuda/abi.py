@@ -13,10 +13,17 @@ ROWS = 8
 MAX_STOPS = 32
 LOG_RECORDS = 256
 GRAPHS = 32
+ROUTED_COPIES = 4
 
 END_NONE, END_STOP, END_LENGTH, END_CANCELLED, END_FAULT, END_PAUSED, END_LAUNCH = range(7)
 
-FAULTS = {1: "a value that is not finite", 2: "a copy that did not arrive", 3: "a token outside the vocabulary"}
+FAULTS = {
+    1: "a value that is not finite",
+    2: "a copy that did not arrive",
+    3: "a token outside the vocabulary",
+    4: "routing that did not come",
+    5: "a result that did not arrive",
+}
 KERNELS = {
     1: "embed",
     2: "qkv",
@@ -87,6 +94,8 @@ class QkvArgs(Structure):
         ("norm", Pointer),
         ("residual", Pointer),
         ("inverse", Pointer),
+        ("attended32", Pointer),
+        ("attended", Pointer),
     )
 
 
@@ -198,6 +207,7 @@ class AttnTailArgs(Structure):
         ("attn_scale", c_float),
         ("normed32", Pointer),
         ("inverse", Pointer),
+        ("routed", Pointer),
     )
 
 
@@ -216,6 +226,7 @@ class GateUpArgs(Structure):
         ("inner_max", Pointer),
         ("dense_groups", c_int32),
         ("reserved", c_int32),
+        ("routed", Pointer),
     )
 
 
@@ -234,6 +245,7 @@ class DownArgs(Structure):
         ("out", Pointer),
         ("dense_groups", c_int32),
         ("reserved", c_int32),
+        ("routed", Pointer),
     )
 
 
@@ -256,6 +268,7 @@ class ExpertsArgs(Structure):
         ("out", Pointer),
         ("dense_groups", c_int32),
         ("inner_half", c_int32),
+        ("routed", Pointer),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import attention, draft, head, projections, rows, sampling
+from cuq1.cuda.kernels import attention, draft, experts, head, projections, rows, sampling
 from cuq1.models.builder import Builder
 from cuq1.models.decode_experts import add_experts
 from cuq1.models.q1 import Layer, Model, resolve
@@ -71,6 +71,8 @@ def _attention_part(
             "inverse_frequencies": Ref(f"rope.{layer.theta:g}", 0),
             "q": Ref("q", 0),
             "slots": layer.slots,
+            "attended32": Ref("attended32", 0),
+            "attended": Ref("attended", 0),
         },
         b.size(*qkv.values()),
         rows_ * (d.q_heads + 2 * d.kv_heads) * HEAD_DIM * 2,
@@ -162,6 +164,7 @@ def _mlp_part(
             "attn_scale": layer.attn_scale,
             "normed32": 0,
             "inverse": entry.inverse,
+            "routed": Ref("routed", 0) if moe and experts.TOLD else 0,
         },
         0,
         rows_ * d.hidden * 6,

@@ -230,6 +230,7 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("code_scale", (ROWS,), f32),
         buffer_of("expert_ids", (ROWS, d.top_k), i32),
         buffer_of("expert_weights", (ROWS, d.top_k), f32),
+        buffer_of("routed", (abi.ROUTED_COPIES, ROWS, d.top_k), i32),
         buffer_of("forced_ids", (len(layers), ROWS, d.top_k), i32),
         buffer_of("inner", (groups, ROWS, inner), f16),
         buffer_of("inner_max", (groups, ROWS), f32),

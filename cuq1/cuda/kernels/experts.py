@@ -9,6 +9,7 @@ from cuq1.plan.dims import MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
 FUSED = False  # gate_up and down in one launch
+TOLD = False
 
 _WARPS = 8  # of a block that multiply
 _CHUNK = 512
