@@ -47,6 +47,8 @@ job memcheck 240 "$(sanitize memcheck --seed 3)" &
 job racecheck 240 "$(sanitize racecheck --temperature 0)" &
 job lengths 240 "$python -m tools.check_lengths --reference $references/lengths.npy --log &&
     $python -m tools.check_lengths --reference $references/lengths.npy --activations fp8 --tolerance 0.08 --log" &
+answer() { echo "$python -m cuq1.generate --device $1 --temperature 0 --chat 'Write a Python function is_even' --max-tokens 200"; }
+job answer 90 "$(answer cpu) > $out/cpu.txt && $(answer cuda) > $out/cuda.txt && cmp $out/cpu.txt $out/cuda.txt && wc $out/cuda.txt" &
 job greedy 240 "$python -m tools.check_cuda greedy score --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --activations fp8 --tolerance 0.08 --source-tokens 12000 --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --source-tokens 12000 --jobs 2 --log" &
