@@ -210,6 +210,8 @@ struct AttnTailArgs {
     float* normed32;               // [rows][HIDDEN], rms(h, ffn_norm) for a router that is not folded, or null
     const float* inverse;          // [rows], multiplies residual; written with it; or null
     int* routed;                   // [ROUTED_COPIES][ROWS][TOP_K], expert ids plus 1 where zeros were, or null
+    f16* inner;                    // [MAX_GROUPS][ROWS][INNER] to clear for gate_up, or null
+    int polled;                    // o and the router's parts were NOT_READY before o_proj wrote them: one rank
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by
@@ -246,30 +248,9 @@ struct DownArgs {
     int dense_groups;
     int reserved;
     int* routed;                 // to zero, or null
-};
-
-// GateUpArgs and DownArgs in one launch. Groups are the distinct experts that
-// live rows chose, in the order in which rows name them; an expert's weights are read once. dense_groups > 0: no routing, that many groups
-// of all rows.
-struct ExpertsArgs {
-    Fault* fault;
-    const int* live;
-    int layer;
-    int rows;
-    const f16* normed;           // [rows][HIDDEN]
-    const uint8_t* codes;        // [rows][HIDDEN] and
-    const float* code_scale;     // [rows], where activations are FP8
-    const uint8_t* gate_up;      // [experts][INNER / 8 units][unit bytes], see experts.cuh
-    const uint8_t* down;         // [experts][HIDDEN / 16 tiles][INNER / 32 chunks][512 bytes]
-    const float* down_scales;    // [experts][HIDDEN / 16][INNER / DOWN_SCALE_K]; null where weights are F16
-    const int* expert_ids;       // [ROWS][TOP_K]
-    const float* expert_weights; // [ROWS][TOP_K]
-    f16* inner;                  // [2][inner_half], INNER_SCALE * silu(gate) * up: [pairs by group and row][INNER]
-    int* epoch;                  // [6]: which half launches write, blocks that know, units drawn; zero before the first launch
-    float* out;                  // [rows][HIDDEN]
-    int dense_groups;
-    int inner_half;              // halves; the same in all launches that share inner
-    int* routed;                 // as AttnTailArgs: read before the predecessor's end, then zeroed; or null
+    float* unready;              // the next layer's o and router's parts, to be made NOT_READY, or null
+    int unready_pieces;          // of 16 bytes
+    int polled;                  // inner was zero before gate_up wrote it
 };
 
 // y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.

@@ -13,6 +13,7 @@
 // a row that did not choose it, where inner holds anything, is a zero in B.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
+#include "common/flagged.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 
@@ -86,6 +87,51 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, const Fragmen
     }
 }
 
+#ifndef POLL_SLEEP
+#define POLL_SLEEP 0
+#endif
+#ifndef TRIGGER_FIRST
+#define TRIGGER_FIRST 0
+#endif
+
+// Whether none of the eight halves is zero.
+__device__ __forceinline__ bool written(uint4 x) {
+    uint32_t a, b;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(a) : "r"(x.x), "r"(x.y));
+    asm("min.u16x2 %0, %1, %2;" : "=r"(b) : "r"(x.z), "r"(x.w));
+    asm("min.u16x2 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
+    return (a & 0xffffu) != 0 && (a >> 16) != 0;
+}
+
+// All pairs' rows of inner, each piece as soon as gate_up has stored it.
+__device__ __forceinline__ void receive(const DownArgs& a, const Tables& tables, uint8_t* inner) {
+    constexpr int EACH = (PAIRS * ROW_PIECES + THREADS - 1) / THREADS;
+    int from[EACH];
+    uint32_t missing = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        const int i = threadIdx.x + j * THREADS, pair = i / ROW_PIECES, piece = i % ROW_PIECES;
+        const int source = pair < PAIRS ? tables.source[pair] : -1;
+        from[j] = source * INNER + piece * 8;
+        if (source >= 0) missing |= 1u << j;
+    }
+    Polls polls;
+    do {
+        uint4 x[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+            if (missing >> j & 1) x[j] = load_flagged_16(a.inner + from[j]);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const int i = threadIdx.x + j * THREADS;
+            if ((missing >> j & 1) == 0 || !written(x[j])) continue;
+            *reinterpret_cast<uint4*>(inner + i / ROW_PIECES * PITCH + i % ROW_PIECES * 16) = x[j];
+            missing &= ~(1u << j);
+        }
+        if (POLL_SLEEP > 0 && missing != 0) __nanosleep(POLL_SLEEP);
+    } while (polls.again(missing == 0, a.fault, KERNEL, a.layer));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_constant__ DownArgs a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ __align__(16) Tables tables;
@@ -155,8 +201,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
         }
     }
 
-    pdl_wait();
-    pdl_trigger();
+    if (!a.polled) pdl_wait();
+    if (!a.polled || TRIGGER_FIRST) pdl_trigger();
+    if (a.polled) {
+        receive(a, tables, inner);
+        if (!TRIGGER_FIRST) pdl_trigger();
+    }
+
+    // The attention tail has read them, since gate_up's results are there.
+    for (int i = blockIdx.x * THREADS + threadIdx.x; a.unready != nullptr && i < a.unready_pieces; i += gridDim.x * THREADS)
+        reinterpret_cast<uint4*>(a.unready)[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
 
     float total[TILES][4] = {};
     // All chosen groups at once; a dense layer's groups, which have all rows, TOP_K at a time.
@@ -164,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
     for (int first = 0; first < count; first += step) {
         const int end = min_int(count, first + step);
         if (first > 0) __syncthreads();  // every warp has used the last groups' rows
-        for (int i = threadIdx.x; i < PAIRS * ROW_PIECES; i += THREADS) {
+        for (int i = threadIdx.x; !a.polled && i < PAIRS * ROW_PIECES; i += THREADS) {
             const int pair = i / ROW_PIECES, piece = i % ROW_PIECES;
             int source = tables.source[pair];
             if (a.dense_groups > 0) {
@@ -239,5 +293,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
         for (int w = 0; w < WARPS; ++w) x += sums[(w * TILES + tile) * SUM_FLOATS + token * TILE_PITCH + row];
         a.out[int64_t(token) * HIDDEN + (first_tile + tile) * 16 + row] = x;
         if (!is_finite(x)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL, a.layer);
+    }
+    pdl_settle();
+    if (a.routed != nullptr && blockIdx.x == 0) {  // gate_up has ended
+        for (int i = threadIdx.x; i < ROUTED_COPIES * PAIRS; i += THREADS) a.routed[i] = 0;
     }
 }

@@ -18,6 +18,7 @@
 constexpr bool FP8 = FP8_EXPERTS != 0;
 constexpr bool E4M3 = FP8 && FP8_ACTIVATIONS != 0;  // activations as well
 constexpr int KERNEL = KERNEL_GATE_UP;
+constexpr int POLLS = 4096;  // milliseconds, where routing takes microseconds
 
 constexpr int CONSUMERS = 8;
 constexpr int THREADS = (CONSUMERS + 1) * WARP;
@@ -89,7 +90,8 @@ __device__ __forceinline__ void finish(const GateUpArgs& a, const Groups& groups
     const int chose = groups.rows[group] >> token;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const f16 value = float_to_f16(silu(gate[i]) * up[i] * INNER_SCALE);
+        f16 value = float_to_f16(silu(gate[i]) * up[i] * INNER_SCALE);
+        if (value == 0) value = 0x8000;  // zero is what has not been written
         const bool mine = (chose >> i & 1) != 0;
         if (mine) {
             a.inner[(int64_t(group) * ROWS + token + i) * INNER + column] = value;
@@ -123,17 +125,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
     for (int i = threadIdx.x; i < MAX_GROUPS; i += THREADS) groups.rows[i] = 0;
     __syncthreads();  // barriers and zeros are there for all warps
 
-    pdl_wait();
-    pdl_trigger();
-
     if (warp == CONSUMERS) {
         const int rows = live_rows(a.live, a.rows);
+        if (a.routed == nullptr) pdl_wait();
         int group[LANE_PAIRS];
         if (a.dense_groups > 0) {
             dense_groups_of(a.dense_groups, rows, lane, groups);
         } else {
             int id[LANE_PAIRS];
-            load_choices(a.expert_ids, lane, id);
+            for (int tries = 0;; ++tries) {
+                const int copy = blockIdx.x % ROUTED_COPIES * PAIRS;
+                load_choices(a.routed == nullptr ? a.expert_ids : a.routed + copy, lane, id);
+                bool here = true;
+#pragma unroll
+                for (int j = 0; j < LANE_PAIRS; ++j) {
+                    if (a.routed == nullptr) continue;
+                    here = here && (lane + j * WARP >= rows * TOP_K || uint32_t(--id[j]) < EXPERTS);
+                }
+                if (__all_sync(0xffffffffu, here)) break;
+#ifdef POLL_NS
+                __nanosleep(POLL_NS);
+#endif
+                if (tries == POLLS) pdl_wait();  // then they are there, or never will be
+                if (tries > POLLS) {
+                    if (!here) report_fault(a.fault, FAULT_ROUTING, KERNEL, a.layer);
+                    break;
+                }
+            }
             number_groups(id, rows, lane, groups, group);
         }
         __syncwarp();  // lane 0 reads the experts that all lanes wrote
@@ -149,7 +167,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
             if (++stage == STAGES) stage = 0, parity ^= 1;
         };
         if (lane == 0) {
-            for (int i = 0; i < STAGES && unit < units; ++i) send();
+#ifndef FIRST
+#define FIRST STAGES
+#endif
+            for (int i = 0; i < FIRST && unit < units; ++i) send();
         }
         __syncwarp();  // the first copies leave before the masks, which nobody needs until a unit's end
         if (a.dense_groups == 0) mark_rows(group, lane, groups);
@@ -160,8 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
                 send();
             }
         }
+        pdl_wait();
         return;
     }
+    pdl_wait();
+    pdl_trigger();
 
     Fragment b[PARTS][WARP_CHUNKS];
 #pragma unroll

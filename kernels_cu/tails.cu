@@ -17,14 +17,32 @@
 // so that a row whose sum comes out below 1/64 of the squares' own is summed again from h itself. 1/64 bounds the
 // relative error at about 128 roundings of a tree sum, 1e-5, a hundredth of a half's step.
 //
-// Routing is one warp's work beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of
-// rn + k ra, known with the first reduction. A lane has EXPERTS / 32 keys. The TOP_K lanes whose largest keys are
-// largest give a bound that at least TOP_K keys reach, few more, and 64 at most where no keys are equal: those are
-// packed together, and a key's place is the number of keys that come before it. TOP_K rounds of a warp's maximum took
-// longer; they are left for what does not fit, floods of equal keys.
+// Routing is done beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of rn + k ra, which
+// needs the sum of o's squares alone: the routing threads, an expert each, take it themselves, an exchange earlier than
+// the cluster has it. A key's place is the number of keys that come before it, first in its warp, then among the warps'
+// first TOP_K: many independent comparisons, where one warp's chain of dependent ones took 1.1 to 2.5 us.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/experts.cuh"
+#include "common/flagged.cuh"
 #include "common/row.cuh"
+
+#ifndef POLL_SLEEP
+#define POLL_SLEEP 0
+#endif
+#ifndef TRIGGER_FIRST
+#define TRIGGER_FIRST 0
+#endif
+__device__ __forceinline__ bool ready(float x) { return __float_as_uint(x) != NOT_READY; }
+__device__ __forceinline__ bool ready(float4 x) { return ready(x.x) && ready(x.y) && ready(x.z) && ready(x.w); }
+__device__ __forceinline__ float4 load4_flagged(const float* address) {
+    const uint4 x = load_flagged_16(address);
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+}
+__device__ __forceinline__ float load_flagged(const float* address) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
+    return x;
+}
 
 constexpr float CANCELLED = 1.0f / 64.0f;
 
@@ -71,21 +89,23 @@ __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, f
 }
 
 #ifdef ROUTED
-constexpr int A_LANE = EXPERTS / WARP;  // experts of a lane of the choosing warp, neighbours
-constexpr int ROUTE_THREADS = EXPERTS / 2 > WARP ? EXPERTS / 2 : WARP;  // each loads four numbers
-constexpr int CANDIDATES = 64;
-constexpr int AT_ONCE = 16;  // keys that a candidate is compared with in one go
-static_assert(EXPERTS % WARP == 0 && ROUTE_THREADS % WARP == 0, "whole warps, whole lanes of experts");
+constexpr int ROUTE_THREADS = EXPERTS;  // an expert each
+constexpr int ROUTE_WARPS = ROUTE_THREADS / WARP;
+constexpr int CANDIDATES = ROUTE_WARPS * TOP_K;
+constexpr int FINAL_THREADS = (CANDIDATES + WARP - 1) / WARP * WARP;  // of the warps that have them
+static_assert(EXPERTS % WARP == 0 && COLUMN_THREADS + ROUTE_THREADS <= 1024, "whole warps, in one block");
 static_assert(TOP_K == 8, "two vectors of shares");
+static_assert(HIDDEN % (4 * ROUTE_THREADS) == 0, "whole vectors of a row");
 
 struct Routing {
-    alignas(16) float attended[EXPERTS];  // the logits' parts, summed over ranks
-    alignas(16) float residual[EXPERTS];
-    alignas(16) uint32_t most[WARP];  // the lanes' largest
-    alignas(16) uint32_t keys[CANDIDATES + AT_ONCE + WARP];  // by ascending expert, then zeros; the last is for no one
-    int experts[CANDIDATES + AT_ONCE + WARP];
+    alignas(16) uint32_t keys[EXPERTS];
+    alignas(16) uint32_t best[CANDIDATES];  // the warps' first keys, in order
+    alignas(16) float squares[(ROUTE_WARPS + 3) / 4 * 4];  // of o, the warps' parts
     alignas(16) float shares[TOP_K];  // of the chosen, in order: exp(logit - largest logit)
+    int experts[CANDIDATES];
+    int forced[TOP_K];
     int ids[TOP_K];
+    float values[TOP_K];  // logits of the chosen, times rms(h)
 };
 
 // The order of floats as one of unsigned integers above 0. Both zeros are equal.
@@ -98,138 +118,131 @@ __device__ __forceinline__ float key_value(uint32_t key) {
     return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu));
 }
 
-// How many of `count` keys come before key number `index`: larger ones, and equal ones that lie before it.
-__device__ __forceinline__ int keys_before(const uint32_t* keys, int count, int index, uint32_t key) {
-    const uint4* fours = reinterpret_cast<const uint4*>(keys);
+// How many of COUNT keys come before key number `index`: larger ones, and equal ones that lie before it.
+template <int COUNT>
+__device__ __forceinline__ int keys_before(const uint32_t* keys, int index, uint32_t key) {
+    static_assert(COUNT % 4 == 0, "whole vectors");
+    const uint4* const fours = reinterpret_cast<const uint4*>(keys);
     // Equal keys of its own four; those of earlier fours are more than key - 1.
     const uint4 own = fours[index / 4];
     int before = (index % 4 > 0 && own.x == key) + (index % 4 > 1 && own.y == key) + (index % 4 > 2 && own.z == key);
-    for (int first = 0; first < count; first += AT_ONCE) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 4; ++i) {
-            const uint4 four = fours[first / 4 + i];
-            const uint32_t limit = first / 4 + i < index / 4 ? key - 1 : key;
-            before += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
-        }
+    for (int i = 0; i < COUNT / 4; ++i) {
+        const uint4 four = fours[i];
+        const uint32_t limit = i < index / 4 ? key - 1 : key;
+        before += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
     }
     return before;
 }
 
-// A warp's choice of the TOP_K first keys: their experts and shares, in order.
-__device__ __forceinline__ void choose(uint32_t (&key)[A_LANE], float inverse_h, Routing& r) {
-    const int lane = threadIdx.x % WARP;
-    uint32_t most[A_LANE];
-#pragma unroll
-    for (int i = 0; i < A_LANE; ++i) most[i] = key[i];
-#pragma unroll
-    for (int width = A_LANE / 2; width > 0; width /= 2)
-#pragma unroll
-        for (int i = 0; i < width; ++i) most[i] = most[i] > most[i + width] ? most[i] : most[i + width];
-    const float top = key_value(__reduce_max_sync(0xffffffffu, most[0]));
-    r.most[lane] = most[0];
-    __syncwarp();  // every lane's largest is there
-    const bool among = keys_before(r.most, WARP, lane, most[0]) < TOP_K;
-    const uint32_t least = __reduce_min_sync(0xffffffffu, among ? most[0] : 0xffffffffu);
-
-    int count = 0, at = 0;  // candidates, and those of lower lanes
-#pragma unroll
-    for (int i = 0; i < A_LANE; ++i) {
-        const uint32_t lanes = __ballot_sync(0xffffffffu, key[i] >= least);
-        count += __popc(lanes);
-        at += __popc(lanes & ((1u << lane) - 1));
-    }
-    if (count <= CANDIDATES) {
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) {
-            const bool candidate = key[i] >= least;
-            const int slot = candidate ? at : CANDIDATES + AT_ONCE + lane;  // a store without a branch
-            r.keys[slot] = key[i];
-            r.experts[slot] = lane * A_LANE + i;
-            at += candidate;
-        }
-        if (lane < AT_ONCE) r.keys[count + lane] = 0;
-        __syncwarp();  // the candidates are there
-        for (int index = lane; index < count; index += WARP) {
-            const uint32_t own = r.keys[index];
-            const float share = __expf((key_value(own) - top) * inverse_h);
-            const int place = keys_before(r.keys, count, index, own);
-            if (place < TOP_K) {
-                r.shares[place] = share;
-                r.ids[place] = r.experts[index];
-            }
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int place = 0; place < TOP_K; ++place) {
-        uint32_t mine = 0;
-        int which = 0;
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) {
-            which = key[i] > mine ? i : which;
-            mine = key[i] > mine ? key[i] : mine;
-        }
-        const uint32_t first = __reduce_max_sync(0xffffffffu, mine);
-        // The lowest lane has the lowest expert.
-        const int winner = __ffs(__ballot_sync(0xffffffffu, mine == first)) - 1;
-        if (lane == winner) {
-            r.shares[place] = __expf((key_value(first) - top) * inverse_h);
-            r.ids[place] = lane * A_LANE + which;
-        }
-#pragma unroll
-        for (int i = 0; i < A_LANE; ++i) key[i] = lane == winner && i == which ? 0u : key[i];
-    }
+__device__ __forceinline__ float sum_ranks_1(const float* address, int ranks, int64_t stride) {
+    float total = __ldcg(address);
+    for (int r = 1; r < ranks; ++r) total += __ldcg(address + r * stride);
+    return total;
 }
 
-// The routing of a row by ROUTE_THREADS threads, of which the first warp chooses.
-__device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
-    const int lane = thread % WARP;
-    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
-    // On its way beside the logits: a benchmark's forced routing is not to take longer than what it stands for.
-    const int forced = a.forced_ids != nullptr ? __ldcg(a.forced_ids + row * TOP_K + lane % TOP_K) : 0;
-    if (thread < EXPERTS / 2) {
-        const bool second = thread >= EXPERTS / 4;
-        const int first = thread % (EXPERTS / 4) * 4;
-        const float* parts = (second ? a.router_residual : a.router_attended) + int64_t(row) * EXPERTS + first;
-        store4((second ? r.residual : r.attended) + first, sum_ranks(parts, a.ranks, rank_rows(a.rows) * EXPERTS));
-    }
-    if (row >= live) return;
-    asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the parts are there
-    if (thread >= WARP) return;
-
-    float attended[A_LANE], residual[A_LANE];
+// The thread's part of the sum of a row's squares of o, and its expert's logit in two parts.
+__device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int thread, float& attended, float& residual) {
+    constexpr int EACH = HIDDEN / 4 / ROUTE_THREADS;
+    const float* const o = a.o + int64_t(row) * HIDDEN + thread * 4;
+    const int64_t at = int64_t(row) * EXPERTS + thread, stride = rank_rows(a.rows) * EXPERTS;
+    float total = 0.0f;
+    if (a.polled) {
+        float4 x[EACH];
+        Polls polls;
+        bool here;
+        do {
+            here = true;
 #pragma unroll
-    for (int i = 0; i < A_LANE; ++i) {
-        attended[i] = r.attended[lane * A_LANE + i];
-        residual[i] = r.residual[lane * A_LANE + i];
+            for (int i = 0; i < EACH; ++i) x[i] = load4_flagged(o + i * ROUTE_THREADS * 4);
+            attended = load_flagged(a.router_attended + at);
+            residual = load_flagged(a.router_residual + at);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) here = here && ready(x[i]);
+            here = here && ready(attended) && ready(residual);
+            if (POLL_SLEEP > 0 && !here) __nanosleep(POLL_SLEEP);
+        } while (polls.again(here, a.fault, KERNEL_ATTN_TAIL, a.layer));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) total += dot(x[i], x[i]);
+        return total;
     }
+    attended = sum_ranks_1(a.router_attended + at, a.ranks, stride);
+    residual = sum_ranks_1(a.router_residual + at, a.ranks, stride);
+    if (a.ranks == 1) {
+        float4 x[EACH];  // on their way together
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) x[i] = load4(o + i * ROUTE_THREADS * 4);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) total += dot(x[i], x[i]);
+        return total;
+    }
+#pragma unroll 1
+    for (int i = 0; i < EACH; ++i) {
+        const float4 x = sum_ranks(o + i * ROUTE_THREADS * 4, a.ranks, rank_rows(a.rows) * HIDDEN);
+        total += dot(x, x);
+    }
+    return total;
+}
+
+// The routing of a row by ROUTE_THREADS threads.
+__device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
+    const int lane = thread % WARP, warp = thread / WARP;
+    // On its way beside the logits: a benchmark's forced routing is not to take longer than what it stands for.
+    if (a.forced_ids != nullptr && thread < TOP_K) r.forced[thread] = __ldcg(a.forced_ids + row * TOP_K + thread);
+    // The order needs the sum of o's squares, and nothing else of the row: the cluster's sum comes an exchange later.
+    float attended, residual;
+    const float squares = warp_sum(inputs_of(a, row, thread, attended, residual));
+    if (lane == 0) r.squares[warp] = squares;
+    asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the warps' parts are there
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < ROUTE_WARPS; ++w) total += r.squares[w];
+    const float factor = a.attn_scale * inverse_rms(total);
+    const uint32_t key = order_key(fmaf(factor, attended, residual));
+    r.keys[thread] = key;
+    __syncwarp();  // the warp's keys are there
+    const int first = keys_before<WARP>(r.keys + warp * WARP, lane, key);
+    if (first < TOP_K) {
+        r.best[warp * TOP_K + first] = key;
+        r.experts[warp * TOP_K + first] = thread;
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the warps' first keys are there
+    if (thread >= FINAL_THREADS) return;
+    if (thread < CANDIDATES) {
+        const uint32_t own = r.best[thread];
+        const int place = keys_before<CANDIDATES>(r.best, thread, own);
+        if (place < TOP_K) {
+            const int id = a.forced_ids != nullptr ? r.forced[place] : r.experts[thread];
+            if (a.routed != nullptr) {  // first of all: the experts' weights are on their way as soon as this is seen
+#pragma unroll
+                for (int copy = 0; copy < ROUTED_COPIES; ++copy) {
+                    int* const target = a.routed + (copy * ROWS + row) * TOP_K + place;
+                    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(id + 1) : "memory");
+                }
+            }
+            r.ids[place] = id;
+            r.values[place] = key_value(a.forced_ids != nullptr ? r.keys[id] : own);
+        }
+    }
+    asm volatile("bar.sync 3, %0;" ::"n"(FINAL_THREADS) : "memory");  // the chosen are there
+    if (thread >= WARP) return;
     Sublayer s;
     if (from_sums(row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer), a.attn_scale, s))
         s.out_squares = row_result<false>(exchange[1], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
     const float inverse_h = inverse_rms(s.out_squares);
-    uint32_t key[A_LANE];
-#pragma unroll
-    for (int i = 0; i < A_LANE; ++i) key[i] = order_key(fmaf(s.factor, attended[i], residual[i]));
-    choose(key, inverse_h, r);
-    __syncwarp();  // the chosen are there
-    int id = r.ids[lane % TOP_K];
-    if (a.forced_ids != nullptr) {
-        id = forced;
-        const float value = fmaf(s.factor, r.attended[id], r.residual[id]);
-        const float forced_share = __expf((value - warp_max(value)) * inverse_h);
-        __syncwarp();  // every lane has its id; the shares may go
-        r.shares[lane % TOP_K] = forced_share;
-        __syncwarp();  // the new shares are there
-    }
-    const float4* shares = reinterpret_cast<const float4*>(r.shares);
+    const float value = r.values[lane % TOP_K];
+    const float share = __expf((value - warp_max(value)) * inverse_h);
+    if (lane < TOP_K) r.shares[lane] = share;
+    __syncwarp();  // the shares are there
+    const float4* const shares = reinterpret_cast<const float4*>(r.shares);
     const float4 pairs = sum(shares[0], shares[1]);
-    const float total = (pairs.x + pairs.y) + (pairs.z + pairs.w);
+    const float sum_of_shares = (pairs.x + pairs.y) + (pairs.z + pairs.w);
     if (lane < TOP_K) {
-        a.expert_ids[row * TOP_K + lane] = id;
-        a.expert_weights[row * TOP_K + lane] = __fdividef(r.shares[lane], total);  // 1 <= total <= TOP_K
+        a.expert_ids[row * TOP_K + lane] = r.ids[lane];
+        a.expert_weights[row * TOP_K + lane] = __fdividef(share, sum_of_shares);  // 1 <= the sum <= TOP_K
     }
     // What is wrong with h itself is reported as such.
-    if (lane == 0 && is_finite(inverse_h) && !is_finite(total))
+    if (lane == 0 && is_finite(inverse_h) && !is_finite(sum_of_shares))
         report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
 }
 constexpr int TAIL_THREADS = COLUMN_THREADS + ROUTE_THREADS;
@@ -247,9 +260,8 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         row_begin(exchange);
         // The cluster's blocks are all of one size; the first one's warps route.
         if (part > 0 || a.router_attended == nullptr) return;
-        pdl_wait();
-        pdl_trigger();
-        if (row < a.rows) route(a, row, int(threadIdx.x) - COLUMN_THREADS, exchange, routing);
+        if (!a.polled) pdl_wait();
+        if (row < live_rows(a.live, a.rows)) route(a, row, int(threadIdx.x) - COLUMN_THREADS, exchange, routing);
         return;
     }
 #endif
@@ -261,13 +273,25 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         x = load4(a.residual + at);
         if (a.inverse != nullptr) x = scaled(x, __ldcg(a.inverse + row));
     }
+    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;  // as old as the residual
     row_begin(exchange);
-    pdl_wait();
-    pdl_trigger();
-    if (row >= a.rows) return;
-    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
-    const float4 o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
-    if (row >= live) return;
+    if (!a.polled) pdl_wait();
+    if (!a.polled || TRIGGER_FIRST) pdl_trigger();
+    if (row >= min_int(live, a.rows)) {
+        pdl_settle();
+        return;
+    }
+    float4 o;
+    if (a.polled) {
+        Polls polls;
+        do {
+            o = load4_flagged(a.o + at);
+            if (POLL_SLEEP > 0 && !ready(o)) __nanosleep(POLL_SLEEP);
+        } while (polls.again(ready(o), a.fault, KERNEL_ATTN_TAIL, a.layer));
+        if (!TRIGGER_FIRST) pdl_trigger();
+    } else {
+        o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
+    }
 
     const Sublayer s = add_sublayer(x, o, w_out, a.attn_scale, true, exchange, a.fault, KERNEL_ATTN_TAIL, a.layer);
     const float4 n = product(scaled(s.out, inverse_rms(s.out_squares)), w_ffn);
@@ -284,6 +308,11 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
             float_to_e4m3x2(n.x / scale, n.y / scale) | uint32_t(float_to_e4m3x2(n.z / scale, n.w / scale)) << 16;
         if (first) a.code_scale[row] = scale;
     }
+    if (a.inner != nullptr) {
+        constexpr int PIECES = INNER * 2 / 16;  // of 16 bytes, that a row of inner has
+        for (int i = part * COLUMN_THREADS + threadIdx.x; i < min_int(live, a.rows) * TOP_K * PIECES; i += PARTS * COLUMN_THREADS)
+            reinterpret_cast<uint4*>(a.inner)[(i / PIECES * ROWS + row) * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
+    }
     if (a.inner_max != nullptr && part == 0)
         for (int g = threadIdx.x; g < MAX_GROUPS; g += COLUMN_THREADS) a.inner_max[g * ROWS + row] = 0.0f;
     if (first) {
@@ -292,6 +321,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         else if (!is_finite(s.out_squares))
             report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTN_TAIL, a.layer);
     }
+    pdl_settle();
 }
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __grid_constant__ MlpTailArgs a) {

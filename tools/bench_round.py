@@ -20,7 +20,6 @@ from cuq1.config import load_config
 from cuq1.cuda import abi, graph
 from cuq1.cuda.driver import bindings, check, open_device
 from cuq1.cuda.execute import Program
-from cuq1.cuda.kernels import experts
 from cuq1.cuda.memory import Arena, MappedFault, copy_in
 from cuq1.cuda.weights import weights_plan
 from cuq1.cuda.weights_device import random_weights
@@ -304,7 +303,6 @@ def _run(argv: list[str] | None) -> int:
                         "capacity": capacity,
                         "experts": distinct,
                         "fp8_activations": args.fp8_activations,
-                        "fused_experts": experts.FUSED,
                         "us": spread._asdict(),
                         "bytes": size,
                         "ceiling_gbps": bench.ceiling,

@@ -34,7 +34,6 @@ COLOURS = {
     "attn_tail": "#bbbb44",
     "gate_up": "#228833",
     "down": "#88cc66",
-    "experts": "#228833",
     "mlp_tail": "#ddaa33",
     "lm_head": "#774411",
     "top_k": "#cc8855",

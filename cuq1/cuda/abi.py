@@ -208,6 +208,8 @@ class AttnTailArgs(Structure):
         ("normed32", Pointer),
         ("inverse", Pointer),
         ("routed", Pointer),
+        ("inner", Pointer),
+        ("polled", c_int32),
     )
 
 
@@ -246,29 +248,9 @@ class DownArgs(Structure):
         ("dense_groups", c_int32),
         ("reserved", c_int32),
         ("routed", Pointer),
-    )
-
-
-class ExpertsArgs(Structure):
-    _fields_ = (
-        ("fault", Pointer),
-        ("live", Pointer),
-        ("layer", c_int32),
-        ("rows", c_int32),
-        ("normed", Pointer),
-        ("codes", Pointer),
-        ("code_scale", Pointer),
-        ("gate_up", Pointer),
-        ("down", Pointer),
-        ("down_scales", Pointer),
-        ("expert_ids", Pointer),
-        ("expert_weights", Pointer),
-        ("inner", Pointer),
-        ("epoch", Pointer),
-        ("out", Pointer),
-        ("dense_groups", c_int32),
-        ("inner_half", c_int32),
-        ("routed", Pointer),
+        ("unready", Pointer),
+        ("unready_pieces", c_int32),
+        ("polled", c_int32),
     )
 
 

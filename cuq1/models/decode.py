@@ -21,7 +21,7 @@ from typing import Any
 
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import attention, draft, experts, head, projections, rows, sampling
+from cuq1.cuda.kernels import attention, draft, head, projections, rows, sampling
 from cuq1.models.builder import Builder
 from cuq1.models.decode_experts import add_experts
 from cuq1.models.q1 import Layer, Model, resolve
@@ -164,7 +164,9 @@ def _mlp_part(
             "attn_scale": layer.attn_scale,
             "normed32": 0,
             "inverse": entry.inverse,
-            "routed": Ref("routed", 0) if moe and experts.TOLD else 0,
+            "routed": Ref("routed", 0) if moe else 0,
+            "inner": 0,
+            "polled": 0,
         },
         0,
         rows_ * d.hidden * 6,

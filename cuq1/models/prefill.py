@@ -353,6 +353,8 @@ def _mlp_part(b: _Steps, layer: Layer) -> None:
         "normed32": 0 if layer.dense_groups else Ref("prefill.ffn_normed32"),
         "inverse": 0,
         "routed": 0,
+        "inner": 0,
+        "polled": 0,
     }
     b.add("attn_tail", number, _maker(rows.attn_tail, d, moe=False), tail)
     ids: Ref | int = 0

@@ -192,11 +192,6 @@ def cache_buffers(model: Model) -> list[Buffer]:
     return found
 
 
-def exchanged(model: Model) -> int:
-    """Elements of one of the two halves of what blocks of experts exchange: the most that a layer needs."""
-    return max(ROWS * max(la.dims.top_k, la.dense_groups) * la.dims.inner for la in model.all_layers)
-
-
 def working_buffers(model: Model) -> list[Buffer]:
     """Everything that a round reads or writes besides weights: caches, activations, the request's state."""
     d = model.dims
@@ -234,8 +229,6 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("forced_ids", (len(layers), ROWS, d.top_k), i32),
         buffer_of("inner", (groups, ROWS, inner), f16),
         buffer_of("inner_max", (groups, ROWS), f32),
-        buffer_of("exchange", (2, exchanged(model)), f16),
-        buffer_of("exchange_epoch", (6,), i32),
         buffer_of("y", (ROWS, d.hidden), f32),
         buffer_of("hidden", (ROWS, d.hidden), f32),
         buffer_of("hidden16", (ROWS, d.hidden), f16),

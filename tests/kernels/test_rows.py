@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cuq1.cuda.abi import ROUTED_COPIES
 from cuq1.cuda.kernels import rows as family
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import ROWS
@@ -149,6 +150,7 @@ def check_attn_tail(
         "normed": gpu.poison(size, np.float16),
         "normed32": gpu.poison(size, np.float32),
         "expert_ids": gpu.poison((ROWS, dims.top_k), np.int32),
+        "routed": gpu.array(np.zeros((ROUTED_COPIES, ROWS, dims.top_k), np.int32)),
         "expert_weights": gpu.poison((ROWS, dims.top_k), np.float32),
     }
     groups = max(ROWS * dims.top_k, 64)
@@ -195,8 +197,10 @@ def check_attn_tail(
         if forced is not None:
             ids, weights = forced[:count], twin.softmax_of(logits, forced[:count])
         assert (got["expert_ids"][:count] == ids).all(), "expert_ids"
+        assert (got["routed"][:, :count] == ids + 1).all(), "routed"
         assert_close(got["expert_weights"][:count], weights, 1e-5, "expert_weights")
     assert_untouched(got["expert_ids"], count, "expert_ids")
+    assert not got["routed"][:, count:].any(), "routed"
     assert_untouched(got["expert_weights"], count, "expert_weights")
 
 
@@ -244,11 +248,7 @@ def test_ties_go_to_the_lower_index(gpu, rng, name, flood):
     dims = DIMS[name]
     x = tied(rng, dims, flood=flood)
     check_attn_tail(gpu, dims, x, ROWS)
-    rounds = "__ffs(__ballot_sync(0xffffffffu, mine == first)) - 1"
-    if flood and dims.experts > 64:  # too many candidates to be packed
-        patch = (rounds, "31 - __clz(__ballot_sync(0xffffffffu, mine == first))")
-    else:
-        patch = ("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key")
+    patch = ("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key")
     with pytest.raises(AssertionError, match="expert_ids"):
         check_attn_tail(gpu, dims, x, ROWS, patch=patch)
     if flood:
@@ -258,8 +258,8 @@ def test_ties_go_to_the_lower_index(gpu, rng, name, flood):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [0, 1, 2, 8])
-def test_candidates_of_any_number(gpu, rng, spread):
-    """A ramp of logits: the more of it lies in one lane's or group's experts, the more candidates there are."""
+def test_choices_that_lie_together(gpu, rng, spread):
+    """A ramp of logits: the less noise, the more of the chosen are one warp's."""
     for _ in range(4):
         x = attn_inputs(rng, RELEASED, ROWS, 1)
         x["router_attended"][:] = 0
@@ -291,9 +291,11 @@ def test_attn_tail_tells_broken_kernels(gpu, rng):
         (("if (a.inverse != nullptr) x", "if (false) x"), "h"),
         (("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
         (("sum_ranks(a.o + at, a.ranks,", "sum_ranks(a.o + at, 1,"), "h"),
-        (("fmaf(s.factor, attended[i], residual[i])", "residual[i]"), "expert_ids"),
-        (("__expf((key_value(own) - top) * inverse_h)", "__expf(key_value(own) - top)"), "expert_weights"),
+        (("fmaf(factor, attended, residual)", "residual"), "expert_ids"),
+        (("total += r.squares[w]", "total += r.squares[0]"), "expert_ids"),
+        (("(value - warp_max(value)) * inverse_h", "value - warp_max(value)"), "expert_weights"),
         (("top * (1.0f / 448.0f)", "top * (1.0f / 100.0f)"), "code_scale"),
+        (('"r"(id + 1)', '"r"(id)'), "routed"),
     ):
         with pytest.raises(AssertionError, match=match):
             check_attn_tail(gpu, RELEASED, x, ROWS, codes=match == "code_scale", patch=patch)

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from cuq1.config import load_config
-from cuq1.cuda.kernels import experts
 from cuq1.cuda.weights import weights_plan
 from cuq1.models import decode, q1
 from cuq1.plan import cost
@@ -31,7 +30,7 @@ def test_every_layer_has_its_kernels(configs):
     config, draft = configs
     plan = decode.round_plan(config, draft, tp=8, rank=3, rows=4, drafts=3)
     counts = Counter((launch.label, launch.layer >= 0) for launch in plan.launches)
-    for label in ("qkv", "attention", "o_proj", "attn_tail", *(("experts",) if experts.FUSED else ("gate_up", "down"))):
+    for label in ("qkv", "attention", "o_proj", "attn_tail", "gate_up", "down"):
         assert counts[label, True] == 88
         assert counts[label, False] == 3
     assert counts["combine", True] == counts["combine", False] == 0

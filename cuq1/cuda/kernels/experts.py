@@ -2,25 +2,16 @@
 
 from math import gcd
 
-from cuq1.cuda.abi import DownArgs, ExpertsArgs, GateUpArgs
+from cuq1.cuda.abi import DownArgs, GateUpArgs
 from cuq1.cuda.kernels.defines import common
 from cuq1.cuda.repack import TILE, unit_bytes
 from cuq1.plan.dims import MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.kernel import Kernel
 
-FUSED = False  # gate_up and down in one launch
-TOLD = False
-
 _WARPS = 8  # of a block that multiply
 _CHUNK = 512
 _STAGES = 8  # of gate_up: 130 KB in flight a block at the released sizes
 _DOWN_STAGES = 96 << 10  # bytes of down's stages, at most
-_MOST_STAGES = 6  # of a fused block: what the next launch's prologue leaves
-_DEPTH = 6
-_SHARED = 225_000  # bytes of a multiprocessor that a fused block's stages and rows may take
-_LAG = 64  # units that are drawn between a group's last one and the time when its rows are asked for
-_FINISHERS = 2  # warps of a fused block that add and store units
-_FETCHERS = 3  # warps of a fused block that bring inner from other blocks
 
 
 def gate_up(dims: Dims, *, sms: int = MULTIPROCESSORS, stages: int | None = None) -> Kernel:
@@ -78,57 +69,6 @@ def down(dims: Dims, *, scale_k: int | None = None, tiles: int | None = None, de
     )
 
 
-def fused(
-    dims: Dims,
-    *,
-    sms: int = MULTIPROCESSORS,
-    scale_k: int | None = None,
-    dense_groups: int = 0,
-    stages: int | None = None,
-    depth: int = _DEPTH,
-    lag: int = _LAG,
-) -> Kernel:
-    """The weighted sum of the chosen experts' outputs; twin: tests/kernels/twins/experts.py, `down` of `gate_up`.
-
-    sms: multiprocessors, each of which takes one block; all must run at once. scale_k: columns of an expert that share
-    a scale of `down`, gcd(inner, 128) where not given. dense_groups: of a dense layer, 0 otherwise. stages: pieces of
-    shared memory, each for a part of a unit, or for some tiles; depth: of these, on their way at a time.
-    """
-    chunks = dims.hidden // (32 if dims.fp8_experts else 16)
-    part_chunks = _WARPS * next(n for n in (4, 2, 1) if chunks % (n * _WARPS) == 0)
-    part = part_chunks * _CHUNK + unit_bytes(dims.hidden, fp8=dims.fp8_experts) - chunks * _CHUNK
-    slots = ROWS * max(dims.top_k, dense_groups)
-    e4m3 = dims.fp8_experts and dims.fp8_activations
-    rows = slots * (-(-dims.inner // 128) * 128 + 16 if e4m3 else -(-dims.inner * 2 // 128) * 128 + 32)
-    acts = ROWS * (dims.hidden + 16 if e4m3 else 2 * dims.hidden + 32)
-    rows += max(_FINISHERS * _WARPS * 32 * 16, _WARPS * ROWS * 20 * 4)  # and sums
-    stage = max(part, _tile_bytes(dims))
-    rows += acts
-    if stages is None:
-        stages = min(_MOST_STAGES, (_SHARED - rows) // stage)
-    depth = min(depth, stages)
-    smem = stages * stage + rows
-    return Kernel(
-        "experts.cu",
-        "experts",
-        ExpertsArgs,
-        (
-            *common(dims),
-            ("DOWN_SCALE_K", gcd(dims.inner, 128) if scale_k is None else scale_k),
-            ("SMS", sms),
-            ("STAGES", stages),
-            ("DEPTH", depth),
-            ("SLOTS", slots),
-            ("LAG", lag),
-            ("SMEM", smem),
-        ),
-        (sms, 1, 1),
-        (_WARPS + 1 + _FINISHERS + _FETCHERS) * 32,
-        smem=smem,
-        max_registers=64,
-    )
-
-
 def _tile_bytes(dims: Dims) -> int:
     return TILE * dims.inner * (1 if dims.fp8_experts else 2)
 
@@ -143,4 +83,4 @@ def _down_shape(dims: Dims) -> tuple[int, int]:
 
 def kernels(dims: Dims) -> list[Kernel]:
     """All kernels for these sizes."""
-    return [gate_up(dims), down(dims), fused(dims), fused(dims, dense_groups=20)]
+    return [gate_up(dims), down(dims)]

@@ -31,7 +31,7 @@ def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
     """
     routed: tuple[tuple[str, Define], ...] = (("ROUTED", 1),) if moe else ()
     return _kernel(
-        "tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, max(dims.experts // 2, WARP) if moe else 0
+        "tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, dims.experts if moe else 0
     )
 
 
