@@ -7,10 +7,11 @@
 //   Reads the State's counts and the Loop, writes the Loop and, where a round ends, 128 bytes of log and 256 of mirror.
 //
 // Why so: the stop rule is computed where its features are, in draft_sample, so that a loop that the host steps takes the
-// same decisions; it leaves them in depth_rows. All that lies in host memory (cancel, what was read, faults) and
-// the table of graphs is read while the predecessor runs, so that the way from its last write to the launch is one
-// read of L2. A graph starts only when the one that launched it has ended, so the launch comes first and the log after.
-// A cancellation or a fault that is seen too late for this round ends the next one.
+// same decisions; it leaves them in depth_rows. All that lies in host memory (cancel, what was read, faults),
+// the table of graphs and what was committed is read while the predecessor runs, so that the way from its last write to
+// the launch is one read of L2. A graph starts only when the one that launched it has ended, so the launch comes first and the log after.
+// A cancellation or a fault that is seen too late for this round ends the next one. Whether the request ends is known
+// before another depth is launched: nobody would verify what it drafts.
 #include "abi.cuh"
 #include "common/clock.cuh"
 #include "common/pdl.cuh"
@@ -24,6 +25,31 @@ static_assert(DEPTHS + MAX_DRAFTS <= GRAPHS, "room for all graphs");
 // A graph runs when this one has ended; 0 where the driver took it.
 __device__ __forceinline__ int launch_after(uint64_t graph) {
     return int(cudaGraphLaunch(reinterpret_cast<cudaGraphExec_t>(graph), cudaStreamGraphTailLaunch));
+}
+
+// How much of what was committed counts, and whether the request ends with it.
+struct Outcome {
+    int token;  // lane i's of what accept committed
+    int count;
+    int reason;
+};
+
+__device__ __forceinline__ Outcome judge(const State& state, int stop, int budget, int lane) {
+    Outcome found;
+    const int all = __ldcg(&state.log_count), committed = all < budget ? all : budget;
+    found.token = lane < ROWS ? __ldcg(&state.log_tokens[lane]) : 0;
+    found.count = committed;
+    found.reason = END_NONE;
+#pragma unroll
+    for (int i = ROWS - 1; i >= 0; --i) {  // the first stop token decides last
+        const int id = __shfl_sync(EVERYBODY, found.token, i);
+        if (i < committed && __ballot_sync(EVERYBODY, stop == id) != 0) {
+            found.count = i + 1;
+            found.reason = END_STOP;
+        }
+    }
+    if (found.reason == END_NONE && found.count == budget) found.reason = END_LENGTH;
+    return found;
 }
 
 extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant__ ControlArgs a) {
@@ -43,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
     const uint32_t written = __ldcg(&loop.written);
     const uint64_t launched = __ldcg(&loop.launched), earlier = __ldcg(&loop.drafted_first);
     const int ran = __ldcg(&loop.ran[a.made]);
+    Outcome outcome{};
+    if (a.made > 0) outcome = judge(state, stop, budget, lane);  // accept lies many launches back
 
     pdl_wait();  // the last draft, and what it decided
     pdl_trigger();
@@ -52,13 +80,21 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
 #endif
     const int more = a.made < MAX_DRAFTS ? __ldcg(&state.depth_rows[a.made]) : 0;
     const int drafts = __ldcg(&state.drafts), done = __ldcg(&state.done);
-    const int committed = __ldcg(&state.log_count);
-    const int token = lane < ROWS ? __ldcg(&state.log_tokens[lane]) : 0;
+    if (a.made == 0) outcome = judge(state, stop, budget, lane);  // accept may be the launch before
+    const int token = outcome.token;
+    int count = outcome.count, reason = outcome.reason;
     const int drafted = __ldcg(&state.log_drafted), accepted = __ldcg(&state.log_accepted);
     const uint64_t verified = __ldcg(&state.log_verified);
 
+#if TEST_FAULT == 1  // for tests: the budget is one token short
+    if (reason == END_LENGTH) --count;
+#elif TEST_FAULT == 2  // a stop token stays out of what is committed
+    if (reason == END_STOP) --count;
+#endif
+    if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
+
     int status = 0;
-    if (a.made >= MIN_AUTO_DRAFTS && more > 0) {
+    if (a.made >= MIN_AUTO_DRAFTS && more > 0 && reason == END_NONE) {
         const uint64_t next = __shfl_sync(EVERYBODY, graph, DEPTHS + a.made);
         if (lane == 0) {
             status = launch_after(next);
@@ -69,23 +105,6 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
         if (status == 0) return;
     }
 
-    int count = committed < budget ? committed : budget;
-    int reason = END_NONE;
-#pragma unroll
-    for (int i = ROWS - 1; i >= 0; --i) {  // the first stop token decides last
-        const int id = __shfl_sync(EVERYBODY, token, i);
-        if (i < (committed < budget ? committed : budget) && __ballot_sync(EVERYBODY, stop == id) != 0) {
-            count = i + 1;
-            reason = END_STOP;
-        }
-    }
-    if (reason == END_NONE && count == budget) reason = END_LENGTH;
-#if TEST_FAULT == 1  // for tests: the budget is one token short
-    if (reason == END_LENGTH) --count;
-#elif TEST_FAULT == 2  // a stop token stays out of what is committed
-    if (reason == END_STOP) --count;
-#endif
-    if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
     // The next round writes rows up to done + ROWS, and drafts up to ROWS positions beyond those.
     const bool behind = done + 2 * ROWS - taken > room || written + 1 - read >= LOG_RECORDS;
     if (reason == END_NONE && behind) reason = END_PAUSED;

@@ -1,7 +1,7 @@
 // The rejection rule and the drafts' sampling, on the device: cuq1.sampling.verify and the engine's draft loop.
 //
 // PRECOND  grid: a block a request (the engine launches one): block b has state[b] and candidate lists
-//          [b][ROWS][pieces][MAX_TOP_K]. accept: ROWS * ROW_WARPS warps; draft_sample: ROW_WARPS warps. The lists are the
+//          [b][ROWS][pieces][MAX_TOP_K]. accept: ROWS * ROW_WARPS warps; draft_sample: ROW_WARPS + 1 warps. The lists are the
 //          predecessor's (or the exchange's), sorted, as top_k writes them. pieces may be any number; ROW_WARPS, a
 //          power of two, is chosen for it. The State and *live were written at least two launches ago (lm_head and top_k
 //          lie between any two of these kernels), so that all of them are read in the prologue.
@@ -11,7 +11,8 @@
 // all rows at once; then one warp a row has the distribution in its lanes, and each row decides and, where its
 // draft falls, draws the replacement at once, whatever the rows before it say: the first row that fell decides.
 // Doubles are used for at most 32 candidates a row. Random numbers, and all that the stop rule takes from earlier
-// drafts, are computed while the predecessor runs.
+// drafts, are computed while the predecessor runs. What the rule wants to know of the last draft is computed by a warp of
+// its own while another draws.
 #include "abi.cuh"
 #include "common/clock.cuh"
 #include "common/fault.cuh"
@@ -190,8 +191,8 @@ struct Rule {
     double least_score;  // the threshold's logit: what the score must exceed
 };
 
-constexpr double SMALLEST = 1e-9;  // probabilities below count as this
-constexpr double LOG_SMALLEST = -20.72326583694641;
+constexpr double UNSURE = 0.4;  // probabilities below count as this
+constexpr double LOG_UNSURE = -0.916290731874155;
 
 __device__ __forceinline__ Rule load_rule(const State& state, int depth, double* scratch, int lane) {
     Rule rule;
@@ -199,7 +200,7 @@ __device__ __forceinline__ Rule load_rule(const State& state, int depth, double*
 #pragma unroll
     for (int i = 0; i < FEATURES; ++i) rule.weights[i] = __ldcg(&state.rule_weights[decision][i]);
     const double served = lane < depth ? __ldcg(&state.served[lane]) : 1.0;
-    const double chance = log(served > SMALLEST ? served : SMALLEST);
+    const double chance = log(served > UNSURE ? served : UNSURE);
     rule.sum = warp_total(chance, depth, scratch, lane);
     rule.entropies = warp_total(lane < depth ? __ldcg(&state.entropy[lane]) : 0.0, depth, scratch, lane);
     rule.lowest = chance;  // 0 in the other lanes, which no logarithm of a probability exceeds
@@ -223,21 +224,29 @@ __device__ __forceinline__ bool worth_more(const Rule& rule, double chance, doub
     return score > rule.least_score;
 }
 
-extern "C" __global__ void __launch_bounds__(ROW_WARPS* WARP)
+// The two warps that stay to the end.
+__device__ __forceinline__ void both_warps() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
+
+extern "C" __global__ void __launch_bounds__((ROW_WARPS + 1) * WARP)
     draft_sample(const __grid_constant__ DraftSampleArgs a) {
     __shared__ Lists lists;
-    __shared__ __align__(16) double scratch[WARP];
+    __shared__ Key merged_key[WARP];
+    __shared__ __align__(16) double scratch[2][WARP];
+    __shared__ Rule rule;
+    __shared__ int drawn_token;
     const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP, depth = a.depth, count = depth + 1;
+    const bool watches = part == ROW_WARPS;  // for the stop rule, beside the warp that draws
 
     State& state = a.state[blockIdx.x];
     const Asked asked = load_asked(state);
     const bool automatic = __ldcg(&state.auto_depth) != 0;
-    Rule rule{};
     double u = 0.0;
-    if (part == 0) {
-        if (automatic) rule = load_rule(state, depth, scratch, lane);
-        u = uniform(asked.seed_lo, asked.seed_hi, asked.done + count, PURPOSE_DRAFT);
+    if (watches && automatic) {
+        const Rule loaded = load_rule(state, depth, scratch[1], lane);
+        if (lane == 0) rule = loaded;  // registers would be spilled over the calls of exp and log
+        __syncwarp();                  // the rule is there
     }
+    if (part == 0) u = uniform(asked.seed_lo, asked.seed_hi, asked.done + count, PURPOSE_DRAFT);
 
     const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
 
@@ -245,47 +254,69 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS* WARP)
     pdl_trigger();
     if (rows <= 0 || depth >= asked.draft_limit) return;  // depth 0 is computed also where no draft is wanted
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
-    const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, true, lists, part, lane);
-    if (part != 0) return;
+    const float* values = a.values + first_list;
+    const int* ids = a.ids + first_list;
+    Key key;
+    if (ROW_WARPS == 1) {
+        key = merged(values, ids, a.pieces, true, lists, 0, lane);
+    } else {
+        key = merged(values, ids, a.pieces, !watches, lists, part, lane);
+        if (part == 0) merged_key[lane] = key;
+        __syncthreads();  // the merged list is there
+        if (watches) key = merged_key[lane];
+    }
+    if (part != 0 && !(watches && automatic)) return;
 
     const float value = key_value(key);
     const int id = key_id(key);
-    const double temperature =
-        checked_temperature(value, asked.temperature, a.fault, KERNEL_DRAFT_SAMPLE, a.layer, lane);
+    const bool may = count < min_int(asked.draft_limit, MAX_DRAFTS);
+    const bool decides = automatic && may && count >= MIN_AUTO_DRAFTS;
     Exponents exponents;
-    const Distribution q = filtered(value, id, temperature, asked.top_k, asked.top_p, scratch, lane, exponents);
-    const int token = max_int(0, draw(q, u, scratch, lane));
-    state.q_ids[depth][lane] = q.id;
-    state.q_probs[depth][lane] = q.prob;
-    bool more = count < min_int(asked.draft_limit, MAX_DRAFTS);
-    if (automatic) {
-        Distribution shape = q;
+    int token = 0;
+    bool more = may;
+    if (watches) {
         // What is drawn from says nothing about a greedy request's draft.
-        if (temperature == 0.0) shape = filtered(value, id, 1.0, FEATURE_TOP_K, 1.0, scratch, lane, exponents);
+        const bool greedy = asked.temperature == 0.0 || !is_finite(__shfl_sync(ALL_LANES, value, 0));
+        const Distribution shape =
+            filtered(value, id, greedy ? 1.0 : asked.temperature, greedy ? FEATURE_TOP_K : asked.top_k,
+                     greedy ? 1.0 : asked.top_p, scratch[1], lane, exponents);
         const double log_total = log(exponents.total);
         const double term = lane < shape.count ? shape.prob * exponents.exponent : 0.0;
-        const double entropy = log_total - warp_total(term, shape.count, scratch, lane);
+        const double entropy = log_total - warp_total(term, shape.count, scratch[1], lane);
+        both_warps();  // the token is drawn
+        token = drawn_token;
         const double served = prob_of(shape, token);
         const uint32_t drawn = __ballot_sync(ALL_LANES, lane < shape.count && shape.id == token);
         const double chance = __shfl_sync(ALL_LANES, exponents.exponent, drawn != 0 ? __ffs(drawn) - 1 : 0) - log_total;
-        if (more && count >= MIN_AUTO_DRAFTS) {
-            more = worth_more(rule, chance > LOG_SMALLEST ? chance : LOG_SMALLEST, entropy, count);
-        }
+        if (decides) more = worth_more(rule, chance > LOG_UNSURE ? chance : LOG_UNSURE, entropy, count);
         if (lane == 0) {
             state.served[depth] = served;
             state.entropy[depth] = entropy;
         }
-    }
-    if (lane > depth && lane < ROWS) state.depth_rows[lane] = lane == count && more ? 1 : 0;
-    if (lane == 0) {
-        state.q_count[depth] = q.count;
-        state.tokens[count] = token;
-        state.positions[count] = asked.done + count;
-        state.drafts = count;
-        if (more) {
-            state.draft_tokens[0] = token;
-            state.draft_positions[0] = asked.done + depth;
-            state.draft_hidden[0] = -1;
+    } else {
+        const double temperature =
+            checked_temperature(value, asked.temperature, a.fault, KERNEL_DRAFT_SAMPLE, a.layer, lane);
+        const Distribution q =
+            filtered(value, id, temperature, asked.top_k, asked.top_p, scratch[0], lane, exponents);
+        token = max_int(0, draw(q, u, scratch[0], lane));
+        if (automatic) {
+            if (lane == 0) drawn_token = token;
+            both_warps();  // the stop rule's warp has it
         }
+        state.q_ids[depth][lane] = q.id;
+        state.q_probs[depth][lane] = q.prob;
+        if (lane == 0) {
+            state.q_count[depth] = q.count;
+            state.tokens[count] = token;
+            state.positions[count] = asked.done + count;
+            state.drafts = count;
+        }
+    }
+    if (watches != decides) return;  // the rest is written by the warp that knows whether there will be more
+    if (lane > depth && lane < ROWS) state.depth_rows[lane] = lane == count && more ? 1 : 0;
+    if (lane == 0 && more) {
+        state.draft_tokens[0] = token;
+        state.draft_positions[0] = asked.done + depth;
+        state.draft_hidden[0] = -1;
     }
 }

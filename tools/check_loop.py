@@ -91,7 +91,11 @@ def check_equal(options: argparse.Namespace) -> Report:
             expected, got = finished(host, ids, params), finished(device, ids, params)
             reasons[str(expected[1])] += 1
             rounds += len(expected[0])
-            if expected != got or host.tokens != device.tokens or not same(*held):
+            alike = expected == got and host.tokens == device.tokens
+            # Where a request ends, the device does not go on to draft: seven drafts of both overwrite what others left.
+            following = replace(params, draft=7, seed=number, max_tokens=2, stop_tokens=())
+            alike = alike and list(host.decode(following)) == list(device.decode(following))
+            if not alike or not same(*held):
                 differing.append(number)
         # The control: another seed must be found different, in its tokens or its caches.
         params = DecodeParams(temperature=1.0, top_k=20, seed=1, max_tokens=50)

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,9 @@ from tools.loop_common import Report, finished, opened, timed, traced
 from tools.tracing import spans
 
 FITTED, HELD_OUT = 1, 2  # seeds of the prompts that tools/fit_depth.py trained on, and did not
-FIXED = (3, 4, 5, 7)  # drafts a round to compare with: a depth's cost grows evenly, so 6 lies between
+FIXED = range(1, MAX_DRAFTS + 1)
+PROMPTS = 18  # of each seed: its own
+ALL_ARMS, KEPT = 10, 2  # seeds that measure every fixed number of drafts, and how many of the best go on
 
 
 def chat(seed: int, number: int, draft: Any) -> DecodeParams:
@@ -31,38 +34,64 @@ def chat(seed: int, number: int, draft: Any) -> DecodeParams:
 
 
 def check_drafting(options: argparse.Namespace) -> Report:
-    """Time per token with the stop rule and at each fixed depth, alternating, on held-out prompts."""
-    prompts = nano()[2](18, HELD_OUT)
-    arms: tuple[Any, ...] = ("auto", *FIXED)
-    each: dict[Any, list[float]] = {arm: [] for arm in arms}
+    """Time per token with the stop rule and at each fixed number of drafts, alternating, on held-out prompts.
+
+    Each seed has prompts of its own. After the first seeds only the fixed numbers that did best go on.
+    """
+    prompts = nano()[2](PROMPTS * options.seeds, HELD_OUT)
+    each: dict[Any, list[tuple[float, int]]] = {arm: [] for arm in ("auto", *FIXED)}
+    arms = list(each)
     with opened("device") as engine:
+        rule = engine._runtime._rule
         for arm in arms:  # graphs are captured where they are first asked for
             timed(engine, prompts[0], chat(-1, 0, arm))
         for seed in range(options.seeds):
-            spent, tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
-            for i, ids in enumerate(prompts):
-                order = arms[(i + seed) % len(arms) :] + arms[: (i + seed) % len(arms)]
-                for arm in order:
-                    seconds, count = timed(engine, ids, chat(seed, i, arm))
-                    spent[arm] += seconds
-                    tokens[arm] += count
-            for arm in arms:
-                each[arm].append(1e6 * spent[arm] / tokens[arm])
-    means = {str(arm): statistics.mean(values) for arm, values in each.items()}
-    fixed = min(arms[1:], key=lambda arm: means[str(arm)])
-    gains = [1 - auto / other for auto, other in zip(each["auto"], each[fixed], strict=True)]
-    error = statistics.stdev(gains) / len(gains) ** 0.5
+            if seed == ALL_ARMS:
+                arms = ["auto", *sorted(FIXED, key=lambda arm: ratio(each[arm]))[:KEPT]]
+            found: dict[Any, list[tuple[float, int]]] = {arm: [] for arm in arms}
+            for i in range(PROMPTS):
+                first = (i + seed) % len(arms)
+                for arm in arms[first:] + arms[:first]:
+                    found[arm].append(timed(engine, prompts[PROMPTS * seed + i], chat(seed, i, arm)))
+            for arm, runs in found.items():
+                each[arm].append((sum(s for s, _ in runs), sum(count for _, count in runs)))
+    best = min(FIXED, key=lambda arm: (len(each[arm]) < options.seeds, ratio(each[arm])))
+    gain, error = saved(each["auto"], each[best])
+    by_seed = [1 - ratio([one]) / ratio([other]) for one, other in zip(each["auto"], each[best], strict=True)]
     return {
         "seeds": options.seeds,
-        "us_per_token": {arm: round(value, 2) for arm, value in means.items()},
-        "best_fixed_depth": fixed,
-        "gain": round(statistics.mean(gains), 4),
+        "prompts_a_seed": PROMPTS,
+        "threshold": round(rule.threshold, 3),
+        "us_per_token": {str(arm): round(1e6 * ratio(runs[:ALL_ARMS]), 2) for arm, runs in each.items()},
+        "us_per_token_of_all_seeds": {str(arm): round(1e6 * ratio(each[arm]), 2) for arm in arms},
+        "best_fixed_depth": best,
+        "gain": round(gain, 4),
         "standard_error": round(error, 4),
-        "least": round(min(gains), 4),
-        "most": round(max(gains), 4),
+        "gain_over_each": {str(arm): [round(x, 4) for x in saved(each["auto"], each[arm])] for arm in FIXED},
+        "least": round(min(by_seed), 4),
+        "most": round(max(by_seed), 4),
         "skipped": check_skipped(),
-        "failed": int(statistics.mean(gains) < 2 * error),
+        "failed": int(gain < 2 * error),
     }
+
+
+def ratio(runs: Sequence[tuple[float, int]]) -> float:
+    """Seconds a token."""
+    return sum(seconds for seconds, _ in runs) / sum(count for _, count in runs)
+
+
+def saved(ours: Sequence[tuple[float, int]], theirs: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The share of time a token that `ours` saves, and its standard error: leaving out one seed after the other."""
+    pairs = list(zip(ours, theirs, strict=False))  # an arm that was given up has fewer
+
+    def gain(chosen: Sequence[tuple[tuple[float, int], tuple[float, int]]]) -> float:
+        return 1 - ratio([one for one, _ in chosen]) / ratio([other for _, other in chosen])
+
+    if len(pairs) < 2:
+        return gain(pairs), float("nan")
+    without = [gain(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
+    mean = statistics.mean(without)
+    return gain(pairs), ((len(pairs) - 1) / len(pairs) * sum((x - mean) ** 2 for x in without)) ** 0.5
 
 
 def check_threshold(options: argparse.Namespace) -> Report:
@@ -73,7 +102,7 @@ def check_threshold(options: argparse.Namespace) -> Report:
         rule = engine._runtime._rule
         timed(engine, prompts[0], chat(-1, 0, "auto"))
         for seed in range(options.seeds):
-            for threshold in (0.1, 0.18, 0.26, 0.34, 0.42, 0.5, 0.58, 0.66):
+            for threshold in (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75):
                 engine._runtime._rule = replace(rule, threshold=threshold)
                 spent, tokens = 0.0, 0
                 for i, ids in enumerate(prompts):

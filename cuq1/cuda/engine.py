@@ -87,7 +87,8 @@ class CudaEngine(SequenceEngine):
             fp8_activations=activations == "fp8",
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
-        rule = depth_rule or replace(default_rule(), threshold=draft_threshold(self._model))
+        rule = default_rule()
+        rule = depth_rule or replace(rule, threshold=draft_threshold(self._model, rule.worth))
         self._runtime = Runtime(self._model, weights, rule, progress, defines)
         self._prefill = Prefill(self._runtime)
         self._host = HostSampler(self._runtime, rule)

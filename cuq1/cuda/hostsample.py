@@ -91,7 +91,7 @@ class HostSampler:
             self._drafts.append(token)
             served.append(q.prob(token))
             entropies.append(q.entropy())
-            if params.draft == "auto" and not self._rule.more(served, entropies):
+            if params.draft == "auto" and not self._rule.more(served, entropies, greedy=False):
                 return
             state.depth_rows[depth + 1] = 1
             state.draft_tokens[0], state.draft_positions[0], state.draft_hidden[0] = token, state.done + depth, -1

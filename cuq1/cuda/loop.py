@@ -52,6 +52,7 @@ class DeviceLoop:
         self._last: abi.Record | None = None
         self.resumed = 0  # times that the reader was behind
         self._made = 0  # draft depths in the graphs of the running request's rounds
+        self._tables: dict[tuple[int, bool], abi.Loop] = {}
         self.prepare(most, auto=True)
 
     def close(self) -> None:
@@ -97,9 +98,17 @@ class DeviceLoop:
         ready.upload(stream)
         return ready
 
-    def _table(self, made: int) -> list[int]:
-        """Graphs as abi.Loop.graphs holds them; a length that cannot occur has the other's."""
-        table = [0] * abi.GRAPHS
+    def _table(self, most: int, *, auto: bool) -> abi.Loop:
+        """A Loop whose graphs are those of such requests; a length that cannot occur has the other's.
+
+        It is made once: what a request adds is the little that differs.
+        """
+        if (most, auto) in self._tables:
+            return self._tables[most, auto]
+        self.prepare(most, auto=auto)
+        made = plans.depths_within(most, auto=auto)
+        loop = self._tables[most, auto] = abi.Loop()
+        table = loop.graphs
         for rows in range(1, ROWS + 1):
             found = [self._graphs.get(("round", rows, made, short)) for short in (False, True)]
             for place, ready in zip((0, _SHORT), (found[0] or found[1], found[1] or found[0]), strict=True):
@@ -107,7 +116,7 @@ class DeviceLoop:
         for depth in range(MAX_DRAFTS):
             ready = self._graphs.get(("depth", 0, depth, False))
             table[_DEPTHS + depth] = 0 if ready is None else ready.handle
-        return table
+        return loop
 
     def start(self, state: abi.State, budget: int, stops: Sequence[int], taken: int, room: int) -> None:
         """Launches a request from the logits' row 0.
@@ -116,11 +125,8 @@ class DeviceLoop:
         request; taken: the sequence's length; room: how many positions the device may reach beyond what was taken.
         """
         most, auto = state.draft_limit, bool(state.auto_depth)
-        self.prepare(most, auto=auto)
+        loop = self._table(most, auto=auto)
         self._made = plans.depths_within(most, auto=auto)
-        loop = abi.Loop()
-        for place, handle in enumerate(self._table(self._made)):
-            loop.graphs[place] = handle
         for place in range(abi.MAX_STOPS):
             loop.stops[place] = stops[place] if place < len(stops) else -1
         loop.short_context = self._runtime.model.short_context

@@ -201,7 +201,8 @@ class Runtime:
         state.seed_lo, state.seed_hi = seed & 0xFFFFFFFF, seed >> 32
         state.top_k = 1 if params.temperature == 0 else params.top_k
         state.draft_limit, state.auto_depth = limit, int(params.draft == "auto")
-        for decision, weights in enumerate(self._rule.coefficients):
+        for decision in range(len(self._rule.coefficients)):
+            weights = self._rule.weights(decision, greedy=params.temperature == 0)
             for feature, weight in enumerate(weights):
                 state.rule_weights[decision][feature] = weight
         state.rule_threshold = self._rule.threshold

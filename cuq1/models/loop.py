@@ -19,10 +19,8 @@ from cuq1.plan.dims import DRAFT, ROWS
 from cuq1.plan.types import Buffer, Launch, Plan, Ref
 from cuq1.sampling.params import MIN_AUTO_DRAFTS
 
-# What a launch and a graph's start cost besides bytes, the read bandwidth, and tokens that a round commits.
-LAUNCH_US, GRAPH_US, BYTES_PER_US, TOKENS = 2.0, 3.0, 4.4e6, 3.0
-# The rule's estimates come from rounds of seven drafts, and are too high by about this where most rounds are shorter.
-OPTIMISM = 1.25
+# What a launch and a graph's start cost besides bytes, and the read bandwidth.
+LAUNCH_US, GRAPH_US, BYTES_PER_US = 2.0, 3.0, 4.4e6
 
 MIRROR = Buffer("mirror", (sizeof(abi.Mirror),), "uint8", sizeof(abi.Mirror))  # host memory
 
@@ -45,21 +43,27 @@ def rows_for(most: int, *, auto: bool) -> range:
     return range(depths_within(most, auto=auto) + 1, most + 2)
 
 
-def draft_threshold(model: Model) -> float:
+def draft_threshold(model: Model, worth: float) -> float:
     """The least probability of being committed at which a further draft pays on this GPU.
 
-    The time of a depth over the time per token, as launches and bytes make it: the same for every request, so that a
-    seed gives the same tokens again. An H200 is meant; what counts is the ratio.
+    The time of a draft, made and verified, over what a committed token more saves, which is `worth` times that of a
+    round with the fewest drafts (`DepthRule.worth`). Times as launches and bytes make them: the same for every request,
+    so that a seed gives the same tokens again. An H200 is meant; what counts is the ratio.
     """
+    if model.draft is None:
+        return 1.0
+    made = MIN_AUTO_DRAFTS
 
     def microseconds(plan: Plan) -> float:
         return GRAPH_US + LAUNCH_US * len(plan.launches) + plan.read_bytes() / BYTES_PER_US
 
-    if model.draft is None:
-        return 1.0
-    made = MIN_AUTO_DRAFTS
-    once = microseconds(decode.round_of(model, ROWS, made, distinct=TOKENS * model.dims.top_k))
-    return min(1.0, OPTIMISM * microseconds(depth_of(model, made)) / (once / TOKENS))
+    def round_us(rows: int) -> float:
+        unread = (1 - model.dims.top_k / model.dims.experts) ** rows  # rows choose experts independently
+        return microseconds(decode.round_of(model, rows, made, distinct=model.dims.experts * (1 - unread)))
+
+    once = round_us(made + 1)
+    draft = microseconds(depth_of(model, made)) + round_us(made + 2) - once
+    return min(1.0, draft / (worth * once))
 
 
 def first_of(model: Model, made: int) -> Plan:

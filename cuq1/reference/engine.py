@@ -22,7 +22,7 @@ from cuq1.sampling.rounds import Round
 from cuq1.sampling.speculative import draw, verify
 from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
-_FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
+FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
 
 
 class ReferenceEngine(SequenceEngine):
@@ -192,10 +192,10 @@ class ReferenceEngine(SequenceEngine):
             if len(drafts) == limit:
                 return drafts, q
             if params.draft == "auto":
-                shape = q[-1] if params.temperature > 0 else filtered(logits[0], 1.0, _FEATURE_TOP_K, 1.0)
+                shape = q[-1] if params.temperature > 0 else filtered(logits[0], 1.0, FEATURE_TOP_K, 1.0)
                 served.append(shape.prob(token))
                 entropies.append(shape.entropy())
-                if not self._rule.more(served, entropies):
+                if not self._rule.more(served, entropies, greedy=params.temperature == 0):
                     return drafts, q
 
     def _settle(self, draft: DraftForward) -> None:

@@ -260,17 +260,18 @@ def test_first_token_check_rejects(gpu, patch):
         check_accept(gpu, fresh(), 1, 1, first=1, patch=patch)
 
 
+DRAFT_PATCHES = {
+    "another random number": ("asked.done + count, PURPOSE_DRAFT", "asked.done + depth, PURPOSE_DRAFT"),
+    "the rule's sign": ("return score > rule", "return -score > rule"),
+    "the features' top_k": ("greedy ? FEATURE_TOP_K :", "greedy ? MAX_TOP_K :"),
+    "the features' top_p": ("greedy ? 1.0 : asked.top_p", "asked.top_p"),
+    "no decision": ("if (watches != decides) return;", "if (watches) return;"),
+    "one draft more": ("count >= MIN_AUTO_DRAFTS", "count > MIN_AUTO_DRAFTS"),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "patch",
-    [
-        ("asked.done + count, PURPOSE_DRAFT", "asked.done + depth, PURPOSE_DRAFT"),
-        ("return score > rule", "return -score > rule"),
-        ("1.0, FEATURE_TOP_K, 1.0", "1.0, MAX_TOP_K, 1.0"),
-        ("count >= MIN_AUTO_DRAFTS", "count > MIN_AUTO_DRAFTS"),
-    ],
-    ids=["another random number", "the rule's sign", "the features' top_k", "one draft more"],
-)
+@pytest.mark.parametrize("patch", DRAFT_PATCHES.values(), ids=DRAFT_PATCHES.keys())
 def test_draft_sample_check_rejects(gpu, patch):
     with pytest.raises(AssertionError):
         check_draft_sample(gpu, fresh(), 1, patch=patch)

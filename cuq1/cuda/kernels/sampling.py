@@ -13,18 +13,24 @@ def accept(dims: Dims, pieces: int = 1) -> Kernel:
 
     pieces: candidate lists of a row. It decides how many warps merge them; the kernel is right for any number.
     """
-    return _kernel(dims, "accept", AcceptArgs, ROWS, pieces)
+    warps = _row_warps(pieces)
+    return _kernel(dims, "accept", AcceptArgs, warps, ROWS * warps)
 
 
 def draft_sample(dims: Dims, pieces: int = 1) -> Kernel:
     """Draws a draft and decides about the next one; twin: the reference engine's draft loop. pieces: as in `accept`."""
-    return _kernel(dims, "draft_sample", DraftSampleArgs, 1, pieces)
+    warps = _row_warps(pieces)
+    return _kernel(dims, "draft_sample", DraftSampleArgs, warps, warps + 1)  # one for the stop rule
 
 
-def _kernel(dims: Dims, entry: str, args: type[Structure], rows: int, pieces: int) -> Kernel:
-    warps = 1 if pieces == 1 else 2
-    block = rows * warps * 32
-    defines = (*common(dims), ("ROW_WARPS", warps))
+def _row_warps(pieces: int) -> int:
+    """Warps that merge a row's lists."""
+    return 1 if pieces == 1 else 2
+
+
+def _kernel(dims: Dims, entry: str, args: type[Structure], row_warps: int, warps: int) -> Kernel:
+    block = warps * 32
+    defines = (*common(dims), ("ROW_WARPS", row_warps))
     return Kernel("sampling.cu", entry, args, defines, (1, 1, 1), block, max_registers=min(128, 65536 // block))
 
 

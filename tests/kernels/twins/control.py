@@ -10,8 +10,6 @@ def decide(loop, state, mirror, made, fault=0, refused=0):
     refused: the status of every launch.
     """
     loop.ran[made] += 1
-    if made >= abi.MIN_AUTO_DRAFTS and made < abi.MAX_DRAFTS and state.depth_rows[made] > 0 and not refused:
-        return ("depth", made), None
     tokens = list(state.log_tokens[: min(state.log_count, loop.budget)])
     stops = [i for i, token in enumerate(tokens) if token in list(loop.stops)]
     reason = abi.END_NONE
@@ -21,7 +19,10 @@ def decide(loop, state, mirror, made, fault=0, refused=0):
         reason = abi.END_LENGTH
     elif mirror.cancel:
         reason = abi.END_CANCELLED
-    elif (
+    going = made >= abi.MIN_AUTO_DRAFTS and made < abi.MAX_DRAFTS and state.depth_rows[made] > 0
+    if going and reason == abi.END_NONE and not refused:
+        return ("depth", made), None
+    if reason == abi.END_NONE and (
         state.done + 2 * abi.ROWS - mirror.taken > loop.room
         or (loop.written + 1 - mirror.read) & 0xFFFFFFFF >= abi.LOG_RECORDS
     ):

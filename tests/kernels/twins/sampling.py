@@ -85,7 +85,7 @@ def draft_sample(state, logits, depth):
         shape = q if state["temperature"] > 0 else filtered(logits, 1.0, FEATURE_TOP_K, 1.0)
         state["served"][depth], state["entropy"][depth] = shape.prob(token), shape.entropy()
         rule = DepthRule(tuple(map(tuple, state["rule_weights"].tolist())), float(state["rule_threshold"]))
-        more = more and rule.more(state["served"][:drafts].tolist(), state["entropy"][:drafts].tolist())
+        more = more and rule.more(state["served"][:drafts].tolist(), state["entropy"][:drafts].tolist(), greedy=False)
     state["depth_rows"][drafts:] = 0
     if more:
         state["depth_rows"][drafts] = 1
