@@ -100,9 +100,6 @@ struct QkvArgs {
     const float* norm;       // [HIDDEN]
     float* residual;         // [rows][HIDDEN]: x * norm where inverse is given, else x
     float* inverse;          // [rows], 1 / rms(x): residual times that is rms(x, norm); or null
-    // What attention will write, to be made NOT_READY (common/flagged.cuh); or null.
-    float* attended32;       // [ROWS][Q_HEADS * HEAD_DIM]
-    f16* attended;           // [ROWS][Q_HEADS * HEAD_DIM]
 };
 
 // One split of the sequence, for all rows and heads of a KV head.

@@ -5,7 +5,7 @@
 // `residual` with `inverse`, which qkv or a launch before it wrote: the router's share of it is complete when the wait
 // ends.
 // Reads weights and fold once (2.4 and 1.2 MB at 6 heads, hidden 3072, 256 experts), activations once a block; writes
-// rows of out, router_attended and router_residual.
+// rows of out, router_attended and router_residual, which are their own ready flags (common/flagged.cuh).
 //
 // Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, and every
 // warp's weights have arrived in registers, as halves, before the wait. Router blocks: ROUTER_EXPERTS rows of fold, one
@@ -14,6 +14,7 @@
 // each other: a block that had to wait for room would start its weights late.
 #include "abi.cuh"
 #include "common/copy.cuh"
+#include "common/flagged.cuh"
 #include "common/pdl.cuh"
 #include "common/projection.cuh"
 
@@ -140,7 +141,7 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][token][row];
-        a.out[token * HIDDEN + block * BLOCK_ROWS + row] = sum;
+        a.out[token * HIDDEN + block * BLOCK_ROWS + row] = ready_float(sum);
         check(a, sum);
     }
 }
@@ -229,7 +230,7 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
         float sum = 0.0f;
 #pragma unroll
         for (int p = 0; p < K_PARTS; ++p) sum += shared.logits[which][p][token][expert];
-        (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert] = sum;
+        (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert] = ready_float(sum);
         check(a, sum);
     }
 }

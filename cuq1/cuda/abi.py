@@ -94,8 +94,6 @@ class QkvArgs(Structure):
         ("norm", Pointer),
         ("residual", Pointer),
         ("inverse", Pointer),
-        ("attended32", Pointer),
-        ("attended", Pointer),
     )
 
 

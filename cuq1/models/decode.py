@@ -71,8 +71,6 @@ def _attention_part(
             "inverse_frequencies": Ref(f"rope.{layer.theta:g}", 0),
             "q": Ref("q", 0),
             "slots": layer.slots,
-            "attended32": Ref("attended32", 0),
-            "attended": Ref("attended", 0),
         },
         b.size(*qkv.values()),
         rows_ * (d.q_heads + 2 * d.kv_heads) * HEAD_DIM * 2,
