@@ -2,7 +2,10 @@
 //
 // PRECOND: grid HIDDEN / 16 / TILES; block 256; weights and inner 16-byte aligned; a row's expert ids are distinct.
 // Waits on gate_up (inner, inner_max). Before that it reads live, expert_ids and expert_weights, which the attention
-// tail wrote two launches ago, and weights.
+// tail wrote two launches ago, and weights. Where it is `polled`, the attention tail has cleared the rows of inner that
+// are to come, gate_up stores no zero, and inner is polled for (common/flagged.cuh): it comes while gate_up still runs.
+// What gate_up and the next attention tail poll for it makes unready again: o and the router's parts, which the attention
+// tail has read when inner is there, and routing when gate_up has ended.
 // Reads TILES tiles of every group's expert once (TILE_BYTES each, contiguous), their scales, and the rows of inner
 // that chose the expert; writes every live row of out.
 //
@@ -87,13 +90,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, const Fragmen
     }
 }
 
-#ifndef POLL_SLEEP
-#define POLL_SLEEP 0
-#endif
-#ifndef TRIGGER_FIRST
-#define TRIGGER_FIRST 0
-#endif
-
 // Whether none of the eight halves is zero.
 __device__ __forceinline__ bool written(uint4 x) {
     uint32_t a, b;
@@ -128,7 +124,6 @@ __device__ __forceinline__ void receive(const DownArgs& a, const Tables& tables,
             *reinterpret_cast<uint4*>(inner + i / ROW_PIECES * PITCH + i % ROW_PIECES * 16) = x[j];
             missing &= ~(1u << j);
         }
-        if (POLL_SLEEP > 0 && missing != 0) __nanosleep(POLL_SLEEP);
     } while (polls.again(missing == 0, a.fault, KERNEL, a.layer));
 }
 
@@ -201,12 +196,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
         }
     }
 
-    if (!a.polled) pdl_wait();
-    if (!a.polled || TRIGGER_FIRST) pdl_trigger();
     if (a.polled) {
         receive(a, tables, inner);
-        if (!TRIGGER_FIRST) pdl_trigger();
+    } else {
+        pdl_wait();
     }
+    pdl_trigger();
 
     // The attention tail has read them, since gate_up's results are there.
     for (int i = blockIdx.x * THREADS + threadIdx.x; a.unready != nullptr && i < a.unready_pieces; i += gridDim.x * THREADS)
@@ -295,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
         if (!is_finite(x)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL, a.layer);
     }
     pdl_settle();
-    if (a.routed != nullptr && blockIdx.x == 0) {  // gate_up has ended
+    if (a.routed != nullptr && blockIdx.x == 0) {  // gate_up has ended: nobody polls for it any more
         for (int i = threadIdx.x; i < ROUTED_COPIES * PAIRS; i += THREADS) a.routed[i] = 0;
     }
 }

@@ -1,17 +1,21 @@
 // Gate and up of the chosen experts, SiLU, and their product: half of all bytes that a pass reads.
 //
 // PRECOND: grid: as many blocks as fit at once, one a multiprocessor; block 288; weights and normed 16-byte aligned;
-// a row's expert ids are distinct. Waits on the attention tail (normed or codes, expert_ids, inner_max cleared).
+// a row's expert ids are distinct. Takes from the attention tail normed or codes, routing, and inner (or inner_max)
+// cleared. Where it has `routed`, that was zero when the attention tail began. *live is older than what the attention
+// tail waits for, and read before the wait.
 // Reads a unit (8 inner columns of an expert, UNIT_BYTES, contiguous) once for each group; writes 16 bytes of inner a
-// unit and row that chose it. Rows that did not are left as they were: `down` takes none of them.
+// unit and row that chose it, no half of them +0. Rows that did not are left as they were: `down` takes none of them.
 //
-// Only routing says which weights to read, so nothing can be fetched before pdl_wait(): what counts is how soon the
-// first copy leaves after it, and that memory never idles from then on. So one warp finds the experts without a
-// barrier and sends bulk copies STAGES deep before it does anything else; eight warps split K, so that each holds its
-// part of the activations in registers, loaded once, and a unit needs just one exchange; its sums are added and
-// stored by a different warp each time while the others go on with the next unit.
+// Only routing says which weights to read: what counts is how soon the first copy leaves after it is known, and that
+// memory never idles from then on. So one warp polls for the experts' ids (common/flagged.cuh), which come half a
+// microsecond before the attention tail's end is known, numbers them without a barrier, and sends bulk copies STAGES
+// deep before it does anything else; eight warps split K, so that each holds its part of the activations in registers,
+// loaded once, and a unit needs just one exchange; its sums are added and stored by a different warp each time while the
+// others go on with the next unit.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
+#include "common/flagged.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(&full[s], 1);
-            barrier_init(&empty[s], CONSUMERS);
+            barrier_init(&empty[s], CONSUMERS * WARP);
         }
         barrier_init_fence();
     }
@@ -143,9 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
                     here = here && (lane + j * WARP >= rows * TOP_K || uint32_t(--id[j]) < EXPERTS);
                 }
                 if (__all_sync(0xffffffffu, here)) break;
-#ifdef POLL_NS
-                __nanosleep(POLL_NS);
-#endif
+                __nanosleep(100);  // fewer requests for the line that is to be written
                 if (tries == POLLS) pdl_wait();  // then they are there, or never will be
                 if (tries > POLLS) {
                     if (!here) report_fault(a.fault, FAULT_ROUTING, KERNEL, a.layer);
@@ -167,10 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
             if (++stage == STAGES) stage = 0, parity ^= 1;
         };
         if (lane == 0) {
-#ifndef FIRST
-#define FIRST STAGES
-#endif
-            for (int i = 0; i < FIRST && unit < units; ++i) send();
+            for (int i = 0; i < STAGES && unit < units; ++i) send();
         }
         __syncwarp();  // the first copies leave before the masks, which nobody needs until a unit's end
         if (a.dense_groups == 0) mark_rows(group, lane, groups);
@@ -181,12 +180,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
                 send();
             }
         }
-        pdl_wait();
+        pdl_settle();
         return;
     }
+
     pdl_wait();
     pdl_trigger();
-
     Fragment b[PARTS][WARP_CHUNKS];
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
@@ -229,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_co
 #pragma unroll
             for (int j = 0; j < WARP_CHUNKS; ++j) multiply(sum[FP8 ? p : 0], w[j], b[p][j]);
             reads_before_copies();
-            __syncwarp();  // all lanes have read: the stage may be filled again
-            if (lane == 0) barrier_arrive(&empty[stage]);
+            barrier_arrive(&empty[stage]);  // every lane for its own reads
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (p == PARTS - 1) {
 #pragma unroll

@@ -6,8 +6,10 @@
 //            rms(out, next_norm); residual = out, or rms(out, next_norm).
 //   PRECOND  grid (rows * PARTS), cluster PARTS; block COLUMN_THREADS, in attn_tail ROUTE_THREADS more where ROUTED.
 //            Arrays 16-byte aligned, ranks <= MAX_RANKS. Partials and routing are read after pdl_wait(), norms before,
-//            and so are attn_tail's residual and mlp_tail's h, written two launches ago or more. `rows` may exceed
-//            ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
+//            and so are attn_tail's *live, its residual and mlp_tail's h, written two launches ago or more. Where
+//            attn_tail is `polled`, o and the router's parts were NOT_READY before o_proj wrote them
+//            (common/flagged.cuh), and whatever attn_tail writes had been read for the last time before o_proj began.
+//            `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
 //   Reads rows * HIDDEN * 4 (ranks + 1) bytes and two norms, attn_tail also rows * EXPERTS * 8 ranks;
 //   writes rows * HIDDEN * 6.
 //
@@ -20,18 +22,12 @@
 // Routing is done beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of rn + k ra, which
 // needs the sum of o's squares alone: the routing threads, an expert each, take it themselves, an exchange earlier than
 // the cluster has it. A key's place is the number of keys that come before it, first in its warp, then among the warps'
-// first TOP_K: many independent comparisons, where one warp's chain of dependent ones took 1.1 to 2.5 us.
+// first TOP_K: many independent comparisons instead of one warp's chain of dependent ones.
 // How a row is shared among blocks: common/row.cuh.
 #include "common/experts.cuh"
 #include "common/flagged.cuh"
 #include "common/row.cuh"
 
-#ifndef POLL_SLEEP
-#define POLL_SLEEP 0
-#endif
-#ifndef TRIGGER_FIRST
-#define TRIGGER_FIRST 0
-#endif
 __device__ __forceinline__ bool ready(float x) { return __float_as_uint(x) != NOT_READY; }
 __device__ __forceinline__ bool ready(float4 x) { return ready(x.x) && ready(x.y) && ready(x.z) && ready(x.w); }
 __device__ __forceinline__ float4 load4_flagged(const float* address) {
@@ -159,9 +155,7 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
             residual = load_flagged(a.router_residual + at);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) here = here && ready(x[i]);
-            here = here && ready(attended) && ready(residual);
-            if (POLL_SLEEP > 0 && !here) __nanosleep(POLL_SLEEP);
-        } while (polls.again(here, a.fault, KERNEL_ATTN_TAIL, a.layer));
+        } while (polls.again(here && ready(attended) && ready(residual), a.fault, KERNEL_ATTN_TAIL, a.layer));
 #pragma unroll
         for (int i = 0; i < EACH; ++i) total += dot(x[i], x[i]);
         return total;
@@ -275,8 +269,10 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
     }
     const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;  // as old as the residual
     row_begin(exchange);
-    if (!a.polled) pdl_wait();
-    if (!a.polled || TRIGGER_FIRST) pdl_trigger();
+    if (!a.polled) {
+        pdl_wait();
+        pdl_trigger();
+    }
     if (row >= min_int(live, a.rows)) {
         pdl_settle();
         return;
@@ -286,9 +282,8 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         Polls polls;
         do {
             o = load4_flagged(a.o + at);
-            if (POLL_SLEEP > 0 && !ready(o)) __nanosleep(POLL_SLEEP);
         } while (polls.again(ready(o), a.fault, KERNEL_ATTN_TAIL, a.layer));
-        if (!TRIGGER_FIRST) pdl_trigger();
+        pdl_trigger();
     } else {
         o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
     }

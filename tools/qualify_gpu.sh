@@ -34,7 +34,7 @@ job() {  # name, seconds at the most, command
 nano="$python -m cuq1.generate --device cuda --loop host --chat 'Write a loop' --max-tokens 12"
 sanitize() { echo "compute-sanitizer --tool $1 --error-exitcode 1 --print-limit 20 $nano ${*:2}"; }
 
-job kernels-a 240 "$pytest tests/kernels/test_experts.py" &
+job kernels-a 240 "$pytest tests/kernels/test_experts.py tests/kernels/test_told.py" &
 job kernels-c 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_prefill_chunks.py" &
 job kernels-d 240 "$pytest tests/kernels/test_attention.py tests/kernels/test_rows.py" &
 job kernels-e 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py" &

@@ -22,6 +22,7 @@ from typing import Any
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head, projections, rows, sampling
+from cuq1.models import q1
 from cuq1.models.builder import Builder
 from cuq1.models.decode_experts import add_experts
 from cuq1.models.q1 import Layer, Model, resolve
@@ -91,6 +92,7 @@ def _attention_part(
         b.add(attention.attention(d, splits), "attention", layer.number, {**query, **keys}, kv, 0)
         b.add(attention.combine(d, splits), "combine", layer.number, {**query, **result}, 0, written)
     moe = layer.dense_groups == 0
+    projected = q1.projected(d)
     o = {
         "weights": b.weight(f"{p}.o.weights"),
         "scales": b.maybe(f"{p}.o.scales"),
@@ -107,9 +109,9 @@ def _attention_part(
             "attended": Ref("attended", 0),
             "attended32": Ref("attended32", 0),
             "residual": Ref("residual", 0),
-            "out": Ref("o", 0),
-            "router_attended": Ref("router_attended", 0),
-            "router_residual": Ref("router_residual", 0),
+            "out": projected["o"],
+            "router_attended": projected["router_attended"],
+            "router_residual": projected["router_residual"],
             "slice_start": b.model.rank * d.slice_width,
             "inverse": entry.inverse,
         },
@@ -136,6 +138,7 @@ def _mlp_part(
     moe = layer.dense_groups == 0
     quantised = d.fp8_activations
     number = layer.number
+    projected = q1.projected(d)
     base = {"live": live, "rows": rows_}
     index = number if number != DRAFT else len(b.model.layers)
     b.add(
@@ -144,9 +147,9 @@ def _mlp_part(
         number,
         {
             **base,
-            "o": Ref("o", 0),
-            "router_attended": Ref("router_attended", 0) if moe else 0,
-            "router_residual": Ref("router_residual", 0) if moe else 0,
+            "o": projected["o"],
+            "router_attended": projected["router_attended"] if moe else 0,
+            "router_residual": projected["router_residual"] if moe else 0,
             "residual": Ref("residual", 0),
             "attn_out_norm": b.weight(f"{p}.attn_out_norm"),
             "ffn_norm": b.weight(f"{p}.ffn_norm"),
@@ -163,8 +166,8 @@ def _mlp_part(
             "normed32": 0,
             "inverse": entry.inverse,
             "routed": Ref("routed", 0) if moe else 0,
-            "inner": 0,
-            "polled": 0,
+            "inner": Ref("inner", 0) if moe and not quantised else 0,
+            "polled": int(moe and number > 0),  # the layer before has made them NOT_READY
         },
         0,
         rows_ * d.hidden * 6,

@@ -14,6 +14,9 @@ def add_experts(b: Builder, layer: Layer, base: Mapping[str, Any], share: float)
     p, d, number = layer.prefix, layer.dims, layer.number
     quantised = d.fp8_activations
     weights = b.weight(f"{p}.gate_up")
+    follows = 0 <= number < len(b.model.layers) - 1  # a layer whose attention tail polls
+    size = b.buffers["o"].bytes
+    unready = {"unready": Ref("o", 0) if follows else 0, "unready_pieces": size // 16 if follows else 0}
     down = {"weights": b.weight(f"{p}.down.weights"), "scales": b.maybe(f"{p}.down.scales")}
     b.add(
         experts.gate_up(d, sms=b.model.sms),
@@ -48,9 +51,8 @@ def add_experts(b: Builder, layer: Layer, base: Mapping[str, Any], share: float)
             "out": Ref("y", 0),
             "dense_groups": layer.dense_groups,
             "routed": 0 if layer.dense_groups else Ref("routed", 0),
-            "unready": 0,
-            "unready_pieces": 0,
-            "polled": 0,
+            **unready,
+            "polled": int(layer.dense_groups == 0 and not quantised),
         },
         b.size(*down.values()) * share,
         base["rows"] * d.hidden * 4,

@@ -13,7 +13,7 @@ from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head
 from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
-from cuq1.plan.types import Buffer
+from cuq1.plan.types import Buffer, Ref
 
 SLACK = ROWS  # positions beyond the context that the last rounds' drafts may write
 ITEM = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "float64": 8, "uint16": 2}
@@ -192,6 +192,16 @@ def cache_buffers(model: Model) -> list[Buffer]:
     return found
 
 
+def projected(d: Dims) -> dict[str, Ref]:
+    """Where o_proj's results lie, one behind the other: [ROWS, hidden], and twice [ROWS, experts], float32."""
+    after = ROWS * d.hidden * 4
+    return {
+        "o": Ref("o", 0),
+        "router_attended": Ref("o", after),
+        "router_residual": Ref("o", after + ROWS * d.experts * 4),
+    }
+
+
 def working_buffers(model: Model) -> list[Buffer]:
     """Everything that a round reads or writes besides weights: caches, activations, the request's state."""
     d = model.dims
@@ -216,9 +226,7 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("partial_sum", (d.kv_heads, splits, m), f32),
         buffer_of("attended32", (ROWS, d.q_width), f32),
         buffer_of("attended", (ROWS, d.q_width), f16),
-        buffer_of("o", (ROWS, d.hidden), f32),
-        buffer_of("router_attended", (ROWS, d.experts), f32),
-        buffer_of("router_residual", (ROWS, d.experts), f32),
+        buffer_of("o", (ROWS * (d.hidden + 2 * d.experts),), f32),
         buffer_of("h", (ROWS, d.hidden), f32),
         buffer_of("ffn_normed", (ROWS, d.hidden), f16),
         buffer_of("codes", (ROWS, d.hidden), "uint8"),

@@ -1,21 +1,22 @@
 // Data that is its own ready flag: a consumer that is resident already polls the words that its predecessor writes, and
 // skips the launch boundary (half a microsecond until the predecessor's end is known, then a trip to L2 for the data).
 //
-// A word that nobody has written yet is NOT_READY, a NaN; a writer stores any NaN of its own as another one (ready_float,
-// ready_halves). What takes part:
+// A float that nobody has written yet is NOT_READY, a NaN; a writer stores any NaN of its own as another one
+// (ready_float). What takes part:
 //   the clearer   an older launch stores NOT_READY in all of the buffer, after its last readers have ended. It has ended
 //                 before a consumer's first poll: polls must not see what the buffer held before.
-//   the writer    stores every word of every live row once, in 2 bytes at least (halves) or 4.
+//   the writer    stores every float of every live row once.
 //   the consumer  polls live rows only, since the others never arrive, then works. Its blocks execute pdl_settle()
 //                 before they end, so that the end of a launch still implies the end of all older ones: its successors
 //                 may read, and overwrite, whatever older launches wrote or read.
-// A load of 16 bytes is as good as four of 4: each word is judged by itself, and no other memory depends on it.
+// A load of 16 bytes is as good as four of 4: each word is judged by itself, and no other memory depends on it. Expert ids
+// and inner do the same with zero for what is not there: ids are stored plus 1, and a product of +0 as -0.
 #pragma once
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 
-constexpr uint32_t NOT_READY = 0xffffffffu;  // two halves that are not ready, or one float
+constexpr uint32_t NOT_READY = 0xffffffffu;
 
 // Past L1, from where the writer's stores arrive.
 __device__ __forceinline__ uint4 load_flagged_16(const void* address) {
@@ -27,44 +28,10 @@ __device__ __forceinline__ uint4 load_flagged_16(const void* address) {
     return x;
 }
 
-__device__ __forceinline__ uint2 load_flagged_8(const void* address) {
-    uint2 x;
-    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ uint32_t max_uint(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// The maximum of each half by itself, as unsigned integers: 0xffff where either is not ready.
-__device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) {
-    uint32_t y;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-__device__ __forceinline__ bool halves_ready(uint32_t most) {
-    return (most & 0xffffu) != 0xffffu && (most >> 16) != 0xffffu;
-}
-
-// One turn of what attention's launches hand on, one behind the other: attended32, attended, q, fresh (QkvArgs). 16 bytes each.
-constexpr int HANDED_PIECES = ROWS * HEAD_DIM / 8 * (4 * Q_HEADS + 2 * KV_HEADS);
-
-// By `threads` threads, of which this one is number `first`.
-__device__ __forceinline__ void make_unready(void* turn, int first, int threads) {
-    for (int i = first; i < HANDED_PIECES; i += threads) {
-        static_cast<uint4*>(turn)[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
-    }
-}
-
 // What a writer stores: a NaN stays one, and is ready.
 __device__ __forceinline__ float ready_float(float x) {
     const uint32_t bits = __float_as_uint(x);
     return __uint_as_float(bits < NOT_READY ? bits : NOT_READY - 1);
-}
-__device__ __forceinline__ uint32_t ready_halves(uint32_t x) {
-    uint32_t y;
-    asm("min.u16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0xfffefffeu));
-    return y;
 }
 
 // pdl_wait() of a launch that has polled for its predecessor's results, before its end.

@@ -11,6 +11,7 @@ from cuq1.errors import DeviceError
 from cuq1.plan.dims import ROWS
 from cuq1.reference.ops import route
 from tests.kernels.shapes import DIMS, RELEASED
+from tests.kernels.told import TELL, run_chain, tell
 from tests.kernels.twins import rows as twin
 
 EXACT = 3e-6  # what FP32 sums and norms may differ by
@@ -136,8 +137,21 @@ def with_inverse(rng, x):
 
 
 def check_attn_tail(
-    gpu, dims, x, rows, *, live=None, moe=True, codes=False, forced=None, patch=None, scale=0.37, tolerance=EXACT
+    gpu,
+    dims,
+    x,
+    rows,
+    *,
+    live=None,
+    moe=True,
+    codes=False,
+    forced=None,
+    patch=None,
+    scale=0.37,
+    tolerance=EXACT,
+    pause=None,
 ):
+    """pause: nanoseconds after which a predecessor, whose results are polled, writes a third of them."""
     count = rows if live is None else live
     ranks, size = len(x["o"]), x["residual"].shape
     kernel = family.attn_tail(dims, max(rows, ROWS), moe=moe)
@@ -154,6 +168,8 @@ def check_attn_tail(
         "expert_weights": gpu.poison((ROWS, dims.top_k), np.float32),
     }
     groups = max(ROWS * dims.top_k, 64)
+    if rows <= ROWS:
+        out["inner"] = gpu.poison((groups, ROWS, dims.inner), np.float16)
     if codes:
         out |= {
             "codes": gpu.poison(size, np.uint8),
@@ -167,9 +183,23 @@ def check_attn_tail(
     chosen = None if forced is None else gpu.array(forced)
     if forced is not None:
         args.forced_ids = chosen.data.ptr
-    gpu.run(kernel, args, patch)
+    if pause is None:
+        gpu.run(kernel, args, patch)
+    else:
+        handed = [x[name].view(np.int32).copy() for name in ("o", "router_attended", "router_residual")]
+        for values in handed:
+            values[:, count:] = -1  # not ready, for good
+        words = np.concatenate([values.ravel() for values in handed])
+        source, target = gpu.array(words), gpu.array(np.full(words.size, -1, np.int32))
+        ends = np.cumsum([0] + [v.nbytes for v in handed])
+        args.o, args.router_attended, args.router_residual = (target.data.ptr + int(at) for at in ends[:3])
+        args.polled = 1
+        run_chain(gpu, [(TELL, tell(source, target, pause=pause), None), (kernel, args, patch)])
 
     got = {name: value.get() for name, value in out.items()}
+    if rows <= ROWS:
+        assert not got["inner"][: count * dims.top_k, :count].any(), "inner"
+        assert np.isnan(got["inner"][:, count:]).all(), "inner"
     live_x = {name: value[:, :count] if value.ndim == 3 else value for name, value in x.items()}
     residual = x["residual"][:count].astype(np.float64) * x.get("inverse", np.ones(size[0]))[:count, None]
     h, normed = twin.attn_tail(
@@ -220,6 +250,22 @@ def test_attn_tail(gpu, rng, name, ranks):
         check_attn_tail(gpu, dims, with_inverse(rng, x), 8, live=5, moe=moe)
     forced = np.stack([rng.permutation(dims.experts)[: dims.top_k] for _ in range(ROWS)]).astype(np.int32)
     check_attn_tail(gpu, dims, x, 8, forced=forced)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DIMS)
+@pytest.mark.parametrize("pause", [0, 2000, 100_000])
+def test_attn_tail_polls(gpu, rng, name, pause):
+    dims = DIMS[name]
+    for rows, live in ((1, None), (8, None), (8, 0), (8, 3), (5, 5)):
+        x = with_inverse(rng, attn_inputs(rng, dims, rows, 1))
+        check_attn_tail(gpu, dims, x, rows, live=live, pause=pause, codes=pause == 0 and live != 0)
+    for patch in (
+        ("polls.again(here && ready(attended) && ready(residual),", "polls.again(true,"),
+        ("polls.again(ready(o), a.fault", "polls.again(true, a.fault"),
+    ):
+        with pytest.raises((AssertionError, DeviceError)):
+            check_attn_tail(gpu, dims, x, rows, pause=100_000, patch=patch)
 
 
 @pytest.mark.gpu
@@ -296,6 +342,7 @@ def test_attn_tail_tells_broken_kernels(gpu, rng):
         (("(value - warp_max(value)) * inverse_h", "value - warp_max(value)"), "expert_weights"),
         (("top * (1.0f / 448.0f)", "top * (1.0f / 100.0f)"), "code_scale"),
         (('"r"(id + 1)', '"r"(id)'), "routed"),
+        (("i % PIECES] = make_uint4(0, 0, 0, 0)", "i % PIECES].x = 0"), "inner"),
     ):
         with pytest.raises(AssertionError, match=match):
             check_attn_tail(gpu, RELEASED, x, ROWS, codes=match == "code_scale", patch=patch)
@@ -313,11 +360,21 @@ def test_rows_of_zeros_stay_finite(gpu, rng):
 @pytest.mark.parametrize(
     ("broken", "kernel"), [("o", "o_proj"), ("residual", "attn_tail"), ("router_residual", "attn_tail")]
 )
-def test_attn_tail_reports_what_is_not_finite(gpu, rng, broken, kernel):
+@pytest.mark.parametrize("pause", [None, 5000])
+def test_attn_tail_reports_what_is_not_finite(gpu, rng, broken, kernel, pause):
+    for value in (np.nan, np.inf):
+        x = attn_inputs(rng, RELEASED, ROWS, 1)
+        x[broken][..., 3, :] = value
+        with pytest.raises(DeviceError, match=f"not finite in {kernel}, layer 0"):
+            check_attn_tail(gpu, RELEASED, x, ROWS, pause=pause)
+
+
+@pytest.mark.gpu
+def test_attn_tail_reports_what_never_comes(gpu, rng):
     x = attn_inputs(rng, RELEASED, ROWS, 1)
-    x[broken][..., 3, :] = np.nan if broken != "o" else np.inf
-    with pytest.raises(DeviceError, match=f"not finite in {kernel}, layer 0"):
-        check_attn_tail(gpu, RELEASED, x, ROWS)
+    x["o"].view(np.int32)[0, 3, 5] = -1
+    with pytest.raises(DeviceError, match="a result that did not arrive in attn_tail, layer 0"):
+        check_attn_tail(gpu, RELEASED, x, ROWS, pause=0)
 
 
 # --- mlp_tail

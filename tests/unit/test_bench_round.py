@@ -5,8 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from cuq1.config import load_config
 from cuq1.errors import RequestError
-from tools.bench_round import contexts, routing, span, within_reach
+from cuq1.models import decode
+from cuq1.plan.types import Plan
+from tests.paths import RELEASED
+from tools.bench_round import _told, contexts, routing, span, within_reach
 from tools.plot_round import last_sweep, table
 
 
@@ -59,3 +63,24 @@ def test_the_last_sweep_becomes_a_table(tmp_path):
     log.write_text(json.dumps(row(1024)) + "\n")
     with pytest.raises(RequestError, match="no sweep"):
         last_sweep(log)
+
+
+def test_who_is_not_told_waits():
+    plan = decode.round_plan(*load_config(RELEASED), tp=8, rank=0)
+
+    def polling(*left_out):
+        """(label, field) of what the launches of the target that remain poll for, or make ready to be polled."""
+        kept = tuple(one for one in plan.launches if one.label not in left_out or one.layer < 0)
+        fields = ("routed", "polled", "unready")
+        return {
+            (a.label, name) for a in _told(Plan(plan.buffers, kept)).launches for name in fields if a.args.get(name)
+        }
+
+    every = {(label, "routed") for label in ("attn_tail", "gate_up", "down")}
+    every |= {("attn_tail", "polled"), ("down", "polled"), ("down", "unready")}
+    assert polling() == every
+    assert polling("qkv", "lm_head") == every
+    drafts = {(label, "routed") for label in ("attn_tail", "gate_up", "down")} | {("down", "polled")}
+    assert polling("o_proj") == every - {("attn_tail", "polled"), ("down", "unready")}
+    assert polling("attn_tail") == drafts | {("down", "unready")}
+    assert polling("attn_tail", "o_proj") == drafts

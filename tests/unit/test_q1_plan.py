@@ -81,3 +81,16 @@ def test_a_rank_adds_its_own_slice_of_the_residual_to_the_router(configs):
         plan = decode.round_plan(config, draft, tp=8, rank=rank, rows=1, drafts=0)
         starts |= {one.args["slice_start"] for one in plan.launches if one.label == "o_proj"}
     assert starts == {384 * rank for rank in range(8)}
+
+
+def test_what_is_polled_was_made_unready_by_the_layer_before(configs):
+    config, draft = configs
+    plan = decode.round_plan(config, draft, tp=8, rank=0)
+    unready: set[str] = set()
+    for one in plan.launches:
+        if one.label == "attn_tail":
+            assert (one.args["polled"] != 0) == ("o" in unready), one.layer
+            unready.discard("o")
+        if one.label == "down":
+            unready |= {ref.buffer for name, ref in one.refs() if name == "unready"}
+    assert not unready

@@ -30,9 +30,7 @@ def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
     moe: with routing, at most 8 rows; else expert ids and weights are not written.
     """
     routed: tuple[tuple[str, Define], ...] = (("ROUTED", 1),) if moe else ()
-    return _kernel(
-        "tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, dims.experts if moe else 0
-    )
+    return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, dims.experts if moe else 0)
 
 
 def mlp_tail(dims: Dims, rows: int = ROWS) -> Kernel:
