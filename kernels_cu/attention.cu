@@ -1,25 +1,27 @@
 // Decode attention of one split of the sequence: all live rows and all query heads of a KV head at once, so that every
 // key and value is read once a pass.
 //
-// PRECOND: grid (splits, KV_HEADS), block 128, dynamic shared memory SMEM bytes; caches and slots in whole tiles of 64
+// PRECOND: grid (splits, KV_HEADS), block 160, dynamic shared memory SMEM bytes; caches and slots in whole tiles of 64
 // positions, 16-byte aligned; positions of the live rows within ROWS consecutive ones, in any order; K and V of those
 // positions were written by the predecessor, all older ones, `positions` and *live at least two launches ago. Reads
-// 32 KB a tile that the live rows see (kv_extent), and q; writes partials of active splits: 512 bytes of sums and 8 of
-// statistics a row and head. Statistics are in base 2: partial_max is a reference that no scale * log2(e) * q.k of the
-// split exceeds by more than log2(HEADROOM).
+// 512 bytes a position that the live rows see, in units of 16 (kv_split), and q; writes partials of active splits: 512
+// bytes of sums and 8 of statistics a row and head. Statistics are in base 2: partial_max is a reference that no
+// scale * log2(e) * q.k of the split exceeds by more than log2(HEADROOM). A row's 128 sums are in the order in which
+// threads hold them: dimension 16 w + g + 8 i + 64 j lies at 32 w + 4 g + i + 2 j.
 //
 // How: a query (row, head) is a column m = row * GROUP + head, and 16 of them make an m-tile; only m-tiles with live rows
-// are computed. Bulk copies bring tiles of 64 keys into a ring of stages; a tile is contiguous in the cache and already
-// swizzled for ldmatrix. The first one is under way before the predecessor ends: the few rows that it writes itself are
-// copied over it afterwards. The others are asked for behind q, which would wait for them.
+// are computed. A fifth warp brings keys and values of 64 positions at a time, K0 V0 K1 V1 ..., into a ring of stages by
+// bulk copies; they are contiguous in the cache and already swizzled for ldmatrix. L2 is told to give them up first: the
+// partials, written for the next launch, would go to memory instead. EARLY copies are under way before the predecessor
+// ends: the few rows that it writes itself are copied over them afterwards. Then comes q, without which nothing begins.
+// Behind a whole ring of copies it would take 3 us, so the ring is filled when q is there.
 //
 // Keys and dimensions are the M of wgmma, queries its N: of the 64 keys, and of the 128 dimensions in two halves, a warp
 // has 16 each, and holds them in registers. So K and V pass through shared memory's read port once, in the cache's own
-// order, and a stage is free again as soon as its tile has been read, before anything is multiplied. Queries and
-// probabilities are B, which all warps read from shared memory. The softmax needs a reference, not the maximum: while no
-// probability exceeds HEADROOM the old one stays, which saves the maxima's exchange; whether one did is asked at the
-// barrier that probabilities need anyway, the only one of a tile. The next tile's scores are computed behind this one's
-// output.
+// order, and a tile's stages are free again before its values are multiplied. Queries and probabilities are B, which all
+// warps read from shared memory. The softmax needs a reference, not the maximum: while no probability exceeds HEADROOM the
+// old one stays, which saves the maxima's exchange; whether one did is asked at the barrier that probabilities need anyway,
+// the only one of a tile. The next tile's scores are computed behind this one's output.
 #include "abi.cuh"
 #include "common/attend.cuh"
 #include "common/kv.cuh"
@@ -27,32 +29,55 @@
 #include "common/wgmma.cuh"
 
 constexpr int WARPS = 4;
-constexpr int THREADS = WARPS * WARP;
+constexpr int CONSUMERS = WARPS * WARP;    // threads; a warp more copies
+constexpr int THREADS = CONSUMERS + WARP;
 constexpr int M_TILES = (ROWS * GROUP + 15) / 16;
 constexpr int M_ROWS = M_TILES * 16;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
+constexpr int UNIT_BYTES = SPLIT_UNIT * ROW_BYTES;
+constexpr int TILE_UNITS = KV_TILE / SPLIT_UNIT;
 constexpr int K_STEPS = HEAD_DIM / 16;  // of the product with keys
 constexpr int V_STEPS = KV_TILE / 16;   // of the product with values
 constexpr int B_ROW = 128;              // bytes of an operand's row
-constexpr int EARLY = 1;                // tiles copied before the wait: q, asked for behind it, waits for those
 constexpr float HEADROOM = 1024.0f;     // halves reach 65504
+constexpr int EARLY = 4;                // copies before the wait
+constexpr int MIDDLE = 5;               // copies before q is there
+constexpr int PAIRS = STAGES / 2;
+constexpr int FIRST_KEYS = (MIDDLE + 1) / 2;  // tiles whose keys are among those copies
+constexpr int FIRST_VALUES = MIDDLE / 2;      // and whose values are
 
 static_assert(HEAD_DIM == 128 && KV_TILE == 64, "the swizzle and the warps' shares are laid out for these");
-static_assert(M_ROWS * ROW_BYTES / 16 % THREADS == 0, "every thread copies as much of q");
+static_assert(SPLIT_UNIT == 16, "a warp's keys of a tile, and a step of the product with values");
+static_assert(M_ROWS * ROW_BYTES / 16 % CONSUMERS == 0, "every thread copies as much of q");
 static_assert(KV_HEADS * GROUP == Q_HEADS, "query heads are shared among KV heads evenly");
+static_assert(ROWS * GROUP <= CONSUMERS, "a thread writes a query's statistics");
 static_assert(M_TILES <= 3, "wgmma_f16 goes up to N = 48");
+static_assert(STAGES >= 4 && STAGES % 2 == 0, "keys and values of whole tiles, of which two are in use at a time");
+static_assert(2 <= EARLY && EARLY <= MIDDLE && MIDDLE <= STAGES, "copies are numbered by these");
 
 // Every member before `maxima` is a multiple of 1024 bytes, which swizzles need.
 struct Shared {
-    uint8_t k[STAGES][TILE_BYTES];
-    uint8_t v[STAGES][TILE_BYTES];
+    uint8_t stages[STAGES][TILE_BYTES];
     uint8_t q[2][M_ROWS * B_ROW];  // a half of the dimensions each
     uint8_t p[2][M_ROWS * B_ROW];  // of even and of odd tiles
     float maxima[WARPS][M_ROWS];   // of a warp's keys; sums of probabilities after the last tile
-    uint64_t k_full[STAGES], v_full[STAGES];
+    float reference[M_ROWS];       // after the last tile
+    uint64_t full[STAGES], empty[PAIRS], query;  // a tile's keys and values are given back together, by every thread
 };
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
+
+// A barrier of the warps that compute: the one that copies never waits for them all.
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ bool consumers_or(bool x) {
+    uint32_t any;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+        : "=r"(any)
+        : "r"(uint32_t(x)), "n"(CONSUMERS)
+        : "memory");
+    return any != 0;
+}
 
 // Lanes of a warp's eight rows g; every one gets the result.
 __device__ __forceinline__ float rows_max(float x) {
@@ -72,56 +97,67 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
-// The split's tiles, and where they come from.
+// The split's units of 16 positions, in tiles of four of which the last may have fewer, and where they come from.
 struct Share {
-    int first;       // tile of positions
-    int count;
-    int slot_tile;   // where `first` lies
-    int slot_tiles;  // of the cache
+    int split;
+    int first;       // unit of positions
+    int units;
+    int count;       // tiles
+    int slot_unit;   // where `first` lies
+    int slot_units;  // of the cache
     const uint8_t* k;
     const uint8_t* v;
-    int m_tiles;     // with live rows
 };
 
-// Bytes from the start of a KV head's cache to the split's tile i: less than twice around, as an extent has at most one
-// tile more than the ring.
-__device__ __forceinline__ int64_t tile_offset(const Share& share, int i) {
-    const int tile = share.slot_tile + i;
-    return int64_t(tile >= share.slot_tiles ? tile - share.slot_tiles : tile) * TILE_BYTES;
+// Copies are numbered in the order in which they are read: K0, V0, K1, V1, ...
+__device__ __forceinline__ int keys_number(int tile) { return 2 * tile; }
+__device__ __forceinline__ int values_number(int tile) { return 2 * tile + 1; }
+
+// Slot unit of the share's unit i: less than twice around, as an extent has at most one tile more than the ring.
+__device__ __forceinline__ int slot_unit(const Share& share, int i) {
+    const int unit = share.slot_unit + i;
+    return unit >= share.slot_units ? unit - share.slot_units : unit;
 }
 
-// One thread: the copies of the split's tile i into its stage.
-__device__ __forceinline__ void load_tile(Shared& shared, const Share& share, int i) {
-    const int stage = i % STAGES;
-    const int64_t from = tile_offset(share, i);
-    barrier_expect(&shared.k_full[stage], TILE_BYTES);
-    bulk_load(shared.k[stage], share.k + from, TILE_BYTES, &shared.k_full[stage]);
-    barrier_expect(&shared.v_full[stage], TILE_BYTES);
-    bulk_load(shared.v[stage], share.v + from, TILE_BYTES, &shared.v_full[stage]);
+// One thread: copy `number` into its stage, if there is such a copy.
+__device__ __forceinline__ void load(Shared& shared, const Share& share, int number, int stage) {
+    const int tile = number / 2;
+    if (tile >= share.count) return;
+    const uint8_t* const from = number % 2 == 0 ? share.k : share.v;
+    const int units = min_int(TILE_UNITS, share.units - tile * TILE_UNITS), slot = slot_unit(share, tile * TILE_UNITS);
+    const int straight = min_int(units, share.slot_units - slot);
+    const uint64_t policy = evict_first();
+    barrier_expect(&shared.full[stage], units * UNIT_BYTES);
+    bulk_load(shared.stages[stage], from + int64_t(slot) * UNIT_BYTES, straight * UNIT_BYTES, &shared.full[stage],
+              policy);
+    if (straight < units) {  // the ring's end lies in the tile
+        bulk_load(shared.stages[stage] + straight * UNIT_BYTES, from, (units - straight) * UNIT_BYTES,
+                  &shared.full[stage], policy);
+    }
 }
 
-// Whole block, after pdl_wait: K and V of this pass's positions over what the first `initial` tiles held of them when
-// they were copied.
-__device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass,
-                                      int initial) {
-    const int from = max_int(pass.fresh_low / KV_TILE - share.first, 0);
-    const int to = min_int(pass.fresh_high / KV_TILE - share.first, initial - 1);
-    if (from > to) return;
-    for (int i = from; i <= to; ++i) {  // not before the tile itself has arrived
-        barrier_wait(&shared.k_full[i], 0, a.fault, KERNEL_ATTENTION, a.layer);
-        barrier_wait(&shared.v_full[i], 0, a.fault, KERNEL_ATTENTION, a.layer);
+// All that compute, after pdl_wait: K and V of this pass's positions over what the first MIDDLE copies held of them.
+__device__ __forceinline__ void renew(const AttentionArgs& a, Shared& shared, const Share& share, const Pass& pass) {
+    const int first = min_int(share.units, FIRST_KEYS * TILE_UNITS);
+    if (pass.fresh_low / SPLIT_UNIT >= share.first + first || pass.fresh_high / SPLIT_UNIT < share.first) return;
+    for (int i = 0; i < FIRST_KEYS; ++i) {  // not before the copies themselves have arrived
+        if (i < share.count) barrier_wait(&shared.full[keys_number(i)], 0, a.fault, KERNEL_ATTENTION, a.layer);
+    }
+    for (int i = 0; i < FIRST_VALUES; ++i) {
+        if (i < share.count) barrier_wait(&shared.full[values_number(i)], 0, a.fault, KERNEL_ATTENTION, a.layer);
     }
     constexpr int PIECES = ROW_BYTES / 16;
 #pragma unroll
-    for (int j = 0; j < 2 * ROWS * PIECES / THREADS; ++j) {
-        const int at = j * THREADS + threadIdx.x, row = at / PIECES % ROWS;
+    for (int j = 0; j < 2 * ROWS * PIECES / CONSUMERS; ++j) {
+        const int at = j * CONSUMERS + threadIdx.x, row = at / PIECES % ROWS;
         const bool value = at >= ROWS * PIECES;
         const int position = __shfl_sync(0xffffffffu, pass.fresh, row);
-        const int i = position / KV_TILE - share.first;
-        if (row < pass.written && i >= from && i <= to) {
-            const int within = position % KV_TILE * ROW_BYTES + at % PIECES * 16;
-            copy_async_16((value ? shared.v[i] : shared.k[i]) + within,
-                          (value ? share.v : share.k) + tile_offset(share, i) + within);
+        const int unit = position / SPLIT_UNIT - share.first, tile = unit / TILE_UNITS;
+        if (row < pass.written && unit >= 0 && unit < share.units && tile < (value ? FIRST_VALUES : FIRST_KEYS)) {
+            const int piece = position % SPLIT_UNIT * ROW_BYTES + at % PIECES * 16;
+            const int stage = value ? values_number(tile) : keys_number(tile);
+            copy_async_16(shared.stages[stage] + unit % TILE_UNITS * UNIT_BYTES + piece,
+                          (value ? share.v : share.k) + int64_t(slot_unit(share, unit)) * UNIT_BYTES + piece);
         }
     }
 }
@@ -168,8 +204,9 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
 
     // Both operands' matrices are in the order of mma_f16's A: rows 0 to 7, rows 8 to 15, then the same of the next
     // eight columns. Keys' rows are rows; values' rows are columns.
-    const uint32_t k_line = (warp * 16 + (octet & 1) * 8 + line) * ROW_BYTES + (((octet >> 1) ^ line) << 4);
-    const uint32_t v_line = ((octet >> 1) * 8 + line) * ROW_BYTES + (((warp * 2 + (octet & 1)) ^ line) << 4);
+    const uint32_t stages = shared_address(shared.stages);
+    const uint32_t k_line = stages + (warp * 16 + (octet & 1) * 8 + line) * ROW_BYTES + (((octet >> 1) ^ line) << 4);
+    const uint32_t v_line = stages + ((octet >> 1) * 8 + line) * ROW_BYTES + (((warp * 2 + (octet & 1)) ^ line) << 4);
     const uint32_t p_line = ((octet >> 1) * 8 + line) * B_ROW + (((warp * 2 + (octet & 1)) ^ line) << 4);
     const uint64_t q_operand = wgmma_operand(shared_address(shared.q));
     const uint64_t p_operand = wgmma_operand(shared_address(shared.p));
@@ -182,12 +219,24 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) o[0][i] = o[1][i] = 0.0f;
 
+    const auto arrived = [&](int i, int stage) {
+        barrier_wait(&shared.full[stage], (i / PAIRS) & 1, a.fault, KERNEL_ATTENTION, a.layer);
+        return stage * TILE_BYTES;
+    };
     const auto load_keys = [&](int i) {
-        const int stage = i % STAGES;
-        barrier_wait(&shared.k_full[stage], (i / STAGES) & 1, a.fault, KERNEL_ATTENTION, a.layer);
-        const uint32_t tile = shared_address(shared.k[stage]) + k_line;
+        const uint32_t tile = k_line + arrived(i, i % PAIRS * 2);
 #pragma unroll
         for (int c = 0; c < K_STEPS; ++c) ldmatrix(k[c], tile ^ (c << 5));
+    };
+    const auto load_values = [&](int i) {
+        const uint32_t tile = v_line + arrived(i, i % PAIRS * 2 + 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int c = 0; c < V_STEPS; ++c) {
+                ldmatrix_transposed(v[half][c], (tile + c * 16 * ROW_BYTES) ^ (half << 7));
+            }
+        }
     };
     const auto begin_scores = [&]() {
 #pragma unroll
@@ -210,21 +259,18 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         wgmma_pin(o[0]);
         wgmma_pin(o[1]);
     };
-    // From tile i's scores to its probabilities in shared memory, and its values to registers.
+
+    load_keys(0);
+    wgmma_fence();
+    begin_scores();
+    finish_products();
+
     const auto softmax = [&](int i) {
-        const int stage = i % STAGES;
-        barrier_wait(&shared.v_full[stage], (i / STAGES) & 1, a.fault, KERNEL_ATTENTION, a.layer);
-        const uint32_t v_tile = shared_address(shared.v[stage]) + v_line;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int c = 0; c < V_STEPS; ++c) {
-                ldmatrix_transposed(v[half][c], (v_tile + c * 16 * ROW_BYTES) ^ (half << 7));
-            }
-        }
-        // Only tiles at the extent's two ends hold keys that some row does not see.
-        const int first_key = (share.first + i) * KV_TILE + warp * 16;
-        if (first_key + 15 > pass.low || (a.window > 0 && first_key <= pass.high - a.window)) {
+        load_values(i);
+
+        // Only tiles at the extent's two ends hold keys that some row does not see, and only the last one is short.
+        const int unit = i * TILE_UNITS + warp, first_key = (share.first + unit) * SPLIT_UNIT;
+        if (first_key + 15 > pass.low || (a.window > 0 && first_key <= pass.high - a.window) || unit >= share.units) {
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 const int row = min_int((c / 2 * 8 + t * 2 + c % 2) / GROUP, ROWS - 1);
@@ -233,7 +279,18 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int key = first_key + half * 8 + g;
-                    if (key > newest || key <= hidden) s[c / 2 * 4 + half * 2 + c % 2] = none();
+                    if (key > newest || key <= hidden || unit >= share.units) {
+                        s[c / 2 * 4 + half * 2 + c % 2] = none();
+                    }
+                }
+            }
+        }
+        if (i == share.count - 1) {  // what lies behind a short tile need not be finite
+#pragma unroll
+            for (int c = 1; c < V_STEPS; ++c) {
+                if (i * TILE_UNITS + c >= share.units) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) v[0][c][e] = v[1][c][e] = 0;
                 }
             }
         }
@@ -246,18 +303,20 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
             high = probabilities<N>(s, reference, to_log2, packed, together);
             store_probabilities<N>(p_tile, packed);
         }
-        // For wgmma, probabilities; for the copies that take the stage, this thread's reads of it.
+        // For wgmma, probabilities; for the copies that take the stages, this thread's reads of them.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        // All warps' probabilities are there, and all have read the stage. Nobody reads the other tile's probabilities
-        // any more: each warp has waited for its products.
-        if (i == 0 || __syncthreads_or(high)) {
+        __syncwarp();  // all lanes at once
+        barrier_arrive(&shared.empty[i % PAIRS]);
+        // All warps' probabilities are there. Nobody reads the other tile's any more: each warp has waited for its
+        // products.
+        if (i == 0 || __any_sync(0xffffffffu, consumers_or(high))) {
             float now[COLUMNS];
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 now[c] = rows_max(fmaxf(s[c / 2 * 4 + c % 2], s[c / 2 * 4 + 2 + c % 2]));
                 if (g == 0) shared.maxima[warp][c / 2 * 8 + t * 2 + c % 2] = now[c];
             }
-            __syncthreads();  // all warps' maxima are there
+            consumers_sync();  // all warps' maxima are there
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 const int column = c / 2 * 8 + t * 2 + c % 2;
@@ -276,17 +335,11 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
             probabilities<N>(s, reference, to_log2, packed, together);
             store_probabilities<N>(p_tile, packed);
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __syncthreads();  // all warps' new probabilities are there, and nobody reads maxima any more
+            consumers_sync();  // all warps' new probabilities are there, and nobody reads maxima any more
         }
-        if (threadIdx.x == 0 && i + STAGES < share.count) load_tile(shared, share, i + STAGES);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) sum[c] += together[c];
     };
-
-    load_keys(0);
-    wgmma_fence();
-    begin_scores();
-    finish_products();
     const int last = share.count - 1;
     for (int i = 0; i < last; ++i) {
         softmax(i);
@@ -308,36 +361,34 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, Shared& shared, 
         if (g == 0) shared.maxima[warp][c / 2 * 8 + t * 2 + c % 2] = x;
     }
     const int live = pass.rows * GROUP;
-    const int64_t split = int64_t(blockIdx.y) * a.splits + blockIdx.x;
-    float* const out = a.partial_out + split * (ROWS * GROUP * HEAD_DIM) + warp * 16 + g;
+    const int64_t split = int64_t(blockIdx.y) * a.splits + share.split;
+    float* const out = a.partial_out + split * (ROWS * GROUP * HEAD_DIM) + (warp * 8 + g) * 4;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const int m = c / 2 * 8 + t * 2 + c % 2;
-        if (m < live) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // eight lanes write 32 contiguous bytes
-                out[m * HEAD_DIM + i / 2 * 64 + i % 2 * 8] = o[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2];
-            }
+        const int m = c / 2 * 8 + t * 2 + c % 2, at = c / 2 * 4 + c % 2;
+        if (m < live) {  // eight lanes write 128 contiguous bytes
+            const float4 held = make_float4(o[0][at], o[0][at + 2], o[1][at], o[1][at + 2]);
+            *reinterpret_cast<float4*>(out + m * HEAD_DIM) = held;
         }
     }
-    __syncthreads();  // all warps' sums are there
     if (warp == 0 && g == 0) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            const int m = c / 2 * 8 + t * 2 + c % 2;
-            if (m < live) {
-                float total = 0.0f;
+        for (int c = 0; c < COLUMNS; ++c) shared.reference[c / 2 * 8 + t * 2 + c % 2] = reference[c];
+    }
+    consumers_sync();  // all warps' sums are there, and references
+    if (threadIdx.x < live) {
+        const int m = threadIdx.x;
+        float total = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) total += shared.maxima[w][m];
-                const int64_t at = (int64_t(blockIdx.y) * (ROWS * GROUP) + m) * a.splits + blockIdx.x;
-                a.partial_max[at] = reference[c] == NOTHING ? none() : reference[c];
-                a.partial_sum[at] = total;
-            }
-        }
+        for (int w = 0; w < WARPS; ++w) total += shared.maxima[w][m];
+        const int64_t at = (int64_t(blockIdx.y) * (ROWS * GROUP) + m) * a.splits + share.split;
+        a.partial_max[at] = shared.reference[m] == NOTHING ? none() : shared.reference[m];
+        a.partial_sum[at] = total;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ AttentionArgs a) {
+// 208 registers: where a quarter of a multiprocessor holds two of the warps, two of combine's fit beside them.
+extern "C" __global__ void __maxnreg__(208) attention(const __grid_constant__ AttentionArgs a) {
     extern __shared__ __align__(1024) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const Pass pass = read_pass(a.live, a.positions, a.rows, a.written);
@@ -346,63 +397,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         pdl_trigger();
         return;
     }
-    const Extent extent = kv_extent(pass.low, pass.high, a.window, a.splits);
-    const int live = pass.rows * GROUP;
+    const int live = pass.rows * GROUP, m_tiles = (live + 15) / 16;
+    // The last split, which has this pass's positions to see to, belongs to the block that starts first.
     Share share;
-    share.m_tiles = (live + 15) / 16;
-    if (int(blockIdx.x) >= extent.active) return;  // the first split is always active, and its wait is the launch's
-    share.first = extent.first + blockIdx.x * extent.per_split;
-    share.count = min_int(extent.per_split, extent.first + extent.tiles - share.first);
-    share.slot_tiles = a.slots / KV_TILE;
-    share.slot_tile = share.first % share.slot_tiles;
-    const int64_t cache = int64_t(blockIdx.y) * share.slot_tiles * TILE_BYTES;
+    share.split = kv_split(pass.low, pass.high, a.window, a.splits, 0).active - 1 - int(blockIdx.x);
+    if (share.split < 0) return;  // the first block always has a split, and its wait is the launch's
+    const Split split = kv_split(pass.low, pass.high, a.window, a.splits, share.split);
+    share.first = split.first;
+    share.units = split.units;
+    share.count = div_up(split.units, TILE_UNITS);
+    share.slot_units = a.slots / SPLIT_UNIT;
+    share.slot_unit = share.first % share.slot_units;
+    const int64_t cache = int64_t(blockIdx.y) * share.slot_units * UNIT_BYTES;
     share.k = reinterpret_cast<const uint8_t*>(a.k_cache) + cache;
     share.v = reinterpret_cast<const uint8_t*>(a.v_cache) + cache;
 
-    const int initial = min_int(share.count, EARLY);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&shared.k_full[i], 1);
-            barrier_init(&shared.v_full[i], 1);
-        }
+    if (threadIdx.x == CONSUMERS) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(&shared.full[i], 1);
+        for (int i = 0; i < PAIRS; ++i) barrier_init(&shared.empty[i], CONSUMERS);
+        barrier_init(&shared.query, 1);
         barrier_init_fence();
         // The predecessor may still be writing K and V of this pass's positions. Whatever these copies catch of that is
         // finite, and replaced by `renew`; or, where in a ring it takes the place of a position that no row sees any
         // more, masked. All else was written by launches that ended before the predecessor began.
-        for (int i = 0; i < initial; ++i) load_tile(shared, share, i);
+        for (int i = 0; i < EARLY; ++i) load(shared, share, i, i);
     }
     __syncthreads();  // the barriers are initialised
     pdl_wait();
     pdl_trigger();
 
-    if (STAGES > 1 && threadIdx.x == 0) {
-        // This thread copies later tiles. The predecessor wrote K and V with ordinary stores, which its end made visible
-        // to ordinary loads; the copy engine reads through another proxy. Not later: it waits for copies under way.
-        asm volatile("fence.proxy.async;" ::: "memory");
+    if (threadIdx.x >= CONSUMERS) {
+        if (threadIdx.x > CONSUMERS) return;
+        for (int i = EARLY; i < MIDDLE; ++i) load(shared, share, i, i);
+        barrier_wait(&shared.query, 0, a.fault, KERNEL_ATTENTION, a.layer);
+        for (int i = MIDDLE; i < STAGES; ++i) load(shared, share, i, i);
+        for (int i = PAIRS; i < share.count; ++i) {
+            const int pair = i % PAIRS, parity = (i / PAIRS - 1) & 1;
+            barrier_wait(&shared.empty[pair], parity, a.fault, KERNEL_ATTENTION, a.layer);
+            load(shared, share, 2 * i, 2 * pair);
+            load(shared, share, 2 * i + 1, 2 * pair + 1);
+        }
+        return;
     }
 
     // q into shared memory as B; rows of no query are zero, so that nothing strange is computed.
     constexpr int PIECES = ROW_BYTES / 16;
 #pragma unroll
-    for (int i = 0; i < M_ROWS * PIECES / THREADS; ++i) {
-        const int at = i * THREADS + threadIdx.x, m = at / PIECES, piece = at % PIECES;
+    for (int i = 0; i < M_ROWS * PIECES / CONSUMERS; ++i) {
+        const int at = i * CONSUMERS + threadIdx.x, m = at / PIECES, piece = at % PIECES;
         // With one KV head, row and head are m itself.
         const int head = KV_HEADS == 1 ? m : m / GROUP * Q_HEADS + blockIdx.y * GROUP + m % GROUP;
         copy_async_or_zeros(shared.q[piece / 8] + m * B_ROW + ((piece % 8 ^ (m & 7)) << 4),
                             a.q + head * HEAD_DIM + piece * 8, m < live);
     }
-    if (threadIdx.x == 0) {  // behind q, which is asked for first
-        for (int i = initial; i < min_int(share.count, STAGES); ++i) load_tile(shared, share, i);
-    }
-    renew(a, shared, share, pass, initial);
+    renew(a, shared, share, pass);
     copy_async_commit();
     copy_async_wait<0>();
+    if (threadIdx.x == 0) {
+        // The predecessor wrote K and V with ordinary stores, which its end made visible to ordinary loads; the copies
+        // that follow this arrival read through another proxy.
+        if (pass.fresh_high / SPLIT_UNIT >= share.first) asm volatile("fence.proxy.async;" ::: "memory");
+        barrier_arrive(&shared.query);
+    }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads q through another proxy
-    __syncthreads();  // q and this pass's keys and values are there
+    consumers_sync();  // q and this pass's keys and values are there
 
-    if (M_TILES >= 3 && share.m_tiles == 3) {
+    if (M_TILES >= 3 && m_tiles == 3) {
         consume<(M_TILES >= 3 ? 48 : 16)>(a, shared, share, pass);
-    } else if (M_TILES >= 2 && share.m_tiles == 2) {
+    } else if (M_TILES >= 2 && m_tiles == 2) {
         consume<(M_TILES >= 2 ? 32 : 16)>(a, shared, share, pass);
     } else {
         consume<16>(a, shared, share, pass);

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_co
     const int head = blockIdx.x, kv_head = head / GROUP, row = blockIdx.y, first_dim = blockIdx.z * PART;
     const Pass pass = read_pass(a.live, a.positions, a.rows, a.rows);
     const float4 sink = *reinterpret_cast<const float4*>(a.sink_k + kv_head * HEAD_DIM + lane * 4);
-    const int active = pass.rows > 0 ? kv_extent(pass.low, pass.high, a.window, a.splits).active : 0;
+    const int active = pass.rows > 0 ? kv_split(pass.low, pass.high, a.window, a.splits, 0).active : 0;
     pdl_wait();
     if (row >= pass.rows) return;
 
@@ -105,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_co
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) chain[w % 4] += column[w * PART];
     const float y = ((chain[0] + chain[1]) + (chain[2] + chain[3])) / total;
-    const int at = (row * Q_HEADS + head) * HEAD_DIM + first_dim + lane;
+    // attention leaves dimensions 16 w + g + 8 i + 64 j as number 32 w + 4 g + i + 2 j.
+    const int at = (row * Q_HEADS + head) * HEAD_DIM + first_dim / 2 + lane / 4 + lane % 2 * 8 + lane / 2 % 2 * 64;
     a.attended32[at] = y;
     a.attended[at] = float_to_f16(y);
     // Not one of combine's own products can overflow: what is wrong here came from attention.

@@ -22,8 +22,8 @@ class Chain:
         self.gpu, self.window, self.rows = gpu, window, rows
         self.splits = family.splits_for(RELEASED)
         low, high = position - rows + 1, position
-        first = max(0, low - window + 1) // KV_TILE if window else 0
-        self.bytes = (high // KV_TILE + 1 - first) * KV_TILE * HEAD_DIM * 4
+        first = max(0, low - window + 1) // family.UNIT if window else 0
+        self.bytes = (high // family.UNIT + 1 - first) * family.UNIT * HEAD_DIM * 4
         self.slots = window + KV_TILE if window else (high // KV_TILE + 1) * KV_TILE
         layer_bytes = self.slots * HEAD_DIM * 4
         m = ROWS * RELEASED.group

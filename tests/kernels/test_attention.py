@@ -246,17 +246,45 @@ def test_few_splits(gpu, splits):
         (512, 2000, ("newest - a.window :", "newest - a.window - 1 :"), None),
         (512, 2000, ("newest - a.window :", "newest - a.window + 1 :"), None),
         (0, 300, ("key > newest || ", ""), None),
-        (512, 2000, ("share.first % share.slot_tiles;", "(share.first + 1) % share.slot_tiles;"), None),
+        (512, 2000, ("share.first % share.slot_units;", "(share.first + 1) % share.slot_units;"), None),
+        (0, 300, ("key <= hidden || unit >= share.units", "key <= hidden"), None),
+        (0, 300, ("UNIT_BYTES + piece,", "UNIT_BYTES + (piece ^ 16),"), None),
         (0, 300, None, ("warp_sum(total) + exp2f(z - peak)", "warp_sum(total)")),
         (0, 3000, None, ("ROUND + mine < active);", "ROUND + mine < active - 1);")),
     ],
-    ids=["window + 1", "window - 1", "not causal", "another slot", "no sink", "a split less"],
+    ids=[
+        "window + 1",
+        "window - 1",
+        "not causal",
+        "another slot",
+        "a short tile",
+        "this pass's rows elsewhere",
+        "no sink",
+        "a split less",
+    ],
 )
 def test_would_notice(gpu, window, first, attention, combine):
     case = Case(gpu, RELEASED, window, ascending(first, ROWS))
     case.run()
     with pytest.raises((AssertionError, DeviceError)):
         case.run(attention, combine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("first", "splits", "patch"),
+    [
+        (2016, 3, ("from, (units - straight)", "from + UNIT_BYTES, (units - straight)")),
+        (2016, 3, ("int(blockIdx.x);", "max_int(blockIdx.x, 1);")),
+    ],
+    ids=["the ring's end in a tile", "no last split"],
+)
+def test_would_notice_of_shares(gpu, first, splits, patch):
+    """A tile in two pieces, and blocks in the opposite order of their splits."""
+    case = Case(gpu, RELEASED, 512, ascending(first, ROWS), splits=splits)
+    case.split()
+    with pytest.raises((AssertionError, DeviceError)):
+        case.split(patch)
 
 
 @pytest.mark.gpu

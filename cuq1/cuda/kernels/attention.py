@@ -7,7 +7,7 @@ from cuq1.plan.kernel import Kernel
 
 UNIT = 16  # keys that blocks of a cluster are dealt
 SHORT_CONTEXT = 17 * 16 * UNIT  # positions from 0 that a full layer's kernel for short contexts may see
-_STAGES = 4  # of attention: tiles of 64 keys and values
+_STAGES = 8  # of attention: keys or values of 64 positions
 _WARPS = 4  # of a block of attention_short
 WINDOWS = (0, 4096, 512, 256, 64)  # of the released model's layers and draft, then of nano's
 
@@ -21,15 +21,16 @@ def attention(dims: Dims, splits: int | None = None) -> Kernel:
     """Partials of softmax(scale q k^T) v over each split; with `combine`, twin: tests' `attended`.
 
     q: float16 [rows, q_heads, 128]; caches float16 [kv_heads, slots / 64, 64, 128]. Writes, for active splits and live
-    rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], and partial_max (in base 2) and partial_sum without
-    the last axis. args.splits must be `splits` (default: `splits_for`).
+    rows, partial_out float32 [kv_heads, splits, ROWS * group, 128], the dimensions in the kernel's own order, and
+    partial_max (in base 2) and partial_sum without the last axis. args.splits must be `splits` (default: `splits_for`).
     """
     splits = splits_for(dims) if splits is None else splits
     m_rows = -(-ROWS * dims.group // 16) * 16
-    smem = _STAGES * 2 * KV_TILE * HEAD_DIM * 2  # keys and values
-    smem += m_rows * HEAD_DIM * 2 + 2 * m_rows * KV_TILE * 2 + 4 * m_rows * 4 + _STAGES * 16  # q, probabilities, maxima
+    smem = _STAGES * KV_TILE * HEAD_DIM * 2 + m_rows * HEAD_DIM * 2 + 2 * m_rows * KV_TILE * 2  # and q, probabilities
+    smem += 5 * m_rows * 4 + (2 * _STAGES + 1) * 8  # statistics, barriers
     defines = (*common(dims), ("STAGES", _STAGES), ("SMEM", smem))
-    return Kernel("attention.cu", "attention", AttentionArgs, defines, (splits, dims.kv_heads, 1), 128, smem=smem)
+    grid = (splits, dims.kv_heads, 1)
+    return Kernel("attention.cu", "attention", AttentionArgs, defines, grid, 160, smem=smem, max_registers=208)
 
 
 def combine(dims: Dims, splits: int) -> Kernel:
