@@ -91,10 +91,9 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
 #elif TEST_FAULT == 2  // a stop token stays out of what is committed
     if (reason == END_STOP) --count;
 #endif
-    if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
 
     int status = 0;
-    if (a.made >= MIN_AUTO_DRAFTS && more > 0 && reason == END_NONE) {
+    if (a.made >= MIN_AUTO_DRAFTS && more > 0 && reason == END_NONE) {  // nothing from the host is waited for
         const uint64_t next = __shfl_sync(EVERYBODY, graph, DEPTHS + a.made);
         if (lane == 0) {
             status = launch_after(next);
@@ -105,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
         if (status == 0) return;
     }
 
+    if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
     // The next round writes rows up to done + ROWS, and drafts up to ROWS positions beyond those.
     const bool behind = done + 2 * ROWS - taken > room || written + 1 - read >= LOG_RECORDS;
     if (reason == END_NONE && behind) reason = END_PAUSED;

@@ -16,7 +16,7 @@ from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MAX_DRAFTS, MIN_AUTO_DRAFTS, Distribution, accept, residual
 from cuq1.sampling.depth import DECISIONS, FEATURES, UNSURE, DepthRule, default_rule, features, parse_rule
 from tests.paths import NANO, ROOT
-from tools import depth_rounds, fit_depth
+from tools import depth_rounds, fit_depth, loop_drafting
 
 SOURCE = (ROOT / "cuq1" / "sampling" / "depth_rule.json").read_text(encoding="utf-8")
 
@@ -264,3 +264,18 @@ def test_a_written_rule_is_read_again(tmp_path):
     rule = replace(default_rule(), threshold=0.31)
     text = json.dumps(fit_depth.as_json(rule, {}))
     assert parse_rule(text, "rule.json") == rule
+
+
+def test_what_is_saved_and_how_surely():
+    rng = np.random.default_rng(8)
+    theirs = [(float(t), 100) for t in rng.normal(1, 0.02, 400)]
+    ours = [(0.97 * t + float(e), 100) for (t, _), e in zip(theirs, rng.normal(0, 0.02, 400), strict=True)]
+    gain, error = loop_drafting.saved(ours, theirs)
+    assert error == pytest.approx(0.02 / 400**0.5, rel=0.15)
+    assert gain == pytest.approx(0.03, abs=3 * error)
+    alone, wider = loop_drafting.saved(ours[::4], theirs[::4])
+    assert wider == pytest.approx(2 * error, rel=0.3)
+    assert alone == pytest.approx(gain, abs=4 * error)
+    others = [(float(t), 100) for t in rng.normal(1, 0.02, 400)]
+    nothing, error = loop_drafting.saved(others, theirs)
+    assert abs(nothing) < 4 * error

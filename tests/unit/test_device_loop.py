@@ -264,16 +264,6 @@ def test_nothing_more_is_drafted_where_the_request_ends(monkeypatch, ending):
     assert list(device.loop.ran) == [0, 0, 0, rounds, later, later, later, later]
 
 
-def test_a_cancelled_request_drafts_nothing_more(monkeypatch):
-    device = Device(monkeypatch, per_look=1)
-    device.start(budget=1000)
-    device.made.next()
-    before = list(device.loop.ran)
-    while device.made.drain() is not None:
-        pass
-    assert [after - ran for after, ran in zip(device.loop.ran, before, strict=True)] == [0, 0, 0, 1, 0, 0, 0, 0]
-
-
 def test_the_device_never_gets_further_ahead_than_allowed(monkeypatch):
     device = Device(monkeypatch, accept=7)
     device.start(budget=1000)

@@ -17,12 +17,12 @@ def decide(loop, state, mirror, made, fault=0, refused=0):
         tokens, reason = tokens[: stops[0] + 1], abi.END_STOP
     elif len(tokens) == loop.budget:
         reason = abi.END_LENGTH
-    elif mirror.cancel:
-        reason = abi.END_CANCELLED
     going = made >= abi.MIN_AUTO_DRAFTS and made < abi.MAX_DRAFTS and state.depth_rows[made] > 0
     if going and reason == abi.END_NONE and not refused:
         return ("depth", made), None
-    if reason == abi.END_NONE and (
+    if reason == abi.END_NONE and mirror.cancel:
+        reason = abi.END_CANCELLED
+    elif reason == abi.END_NONE and (
         state.done + 2 * abi.ROWS - mirror.taken > loop.room
         or (loop.written + 1 - mirror.read) & 0xFFFFFFFF >= abi.LOG_RECORDS
     ):
