@@ -1,5 +1,5 @@
-// Every structure that a kernel shares with the host. cuq1/cuda/abi.py declares the same ones for ctypes, and a test
-// compiles the offsets of each against the other.
+// Every structure that a kernel shares with the host. cuq1/cuda/abi.py reads them for ctypes, so a field is a number of
+// four or eight bytes, a pointer, or an array of such numbers; a test compiles the offsets of each against ctypes'.
 //
 // Fields that all kernels begin with:
 //   fault  where to report what can't go on (host memory), or null

@@ -20,6 +20,7 @@ import cuq1.cuda.kernels
 from cuq1.cli import Parser, guarded
 from cuq1.config import load_config
 from cuq1.cuda import compile as jit
+from cuq1.cuda.folders import folder
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
 from cuq1.models import decode, prefill, q1
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dir", type=Path, nargs="+", help="folders with config.json")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--arch", default="sm_90a", help="default %(default)s")
-    parser.add_argument("--out", type=Path, default=jit.folder("ptx"), help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=folder("ptx"), help="default %(default)s")
     parser.add_argument("--check", action="store_true", help="only say whether every cubin is there and current")
     return guarded("tools.build_ptx", lambda: _run(parser.parse_args(argv)))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cuq1.cuda import link
 from cuq1.cuda.driver import check, require
+from cuq1.cuda.folders import folder
 from cuq1.errors import DeviceError
 from cuq1.plan.kernel import Kernel
 
@@ -45,13 +46,6 @@ class Cubin:
     spills: int
     log: str
     smem: int
-
-
-def folder(name: str) -> Path:
-    """The folder `kernels_cu` or `ptx`: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside, beside = package / name, package.parent / name
-    return inside if inside.is_dir() else beside
 
 
 def source_text(kernel: Kernel, patch: tuple[str, str] | None = None) -> str:
