@@ -36,7 +36,8 @@ sanitize() { echo "compute-sanitizer --tool $1 --error-exitcode 1 --print-limit 
 
 job kernels-a 240 "$pytest tests/kernels/test_experts.py tests/kernels/test_told.py" &
 job kernels-c 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_prefill_chunks.py" &
-job kernels-d 240 "$pytest tests/kernels/test_attention.py tests/kernels/test_rows.py" &
+job kernels-b 240 "$pytest tests/kernels/test_attention.py" &
+job kernels-d 240 "$pytest tests/kernels/test_rows.py" &
 job kernels-e 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py" &
 job kernels-f 240 "$pytest tests/kernels/test_head.py tests/kernels/test_draft.py tests/kernels/test_machinery.py" &
 job engine 240 "$pytest tests/gpu/test_cuda_engine.py" &
@@ -51,8 +52,11 @@ job answer 90 "$(answer cpu) > $out/cpu.txt && $(answer cuda) > $out/cuda.txt &&
 job greedy 240 "$python -m tools.check_cuda greedy score --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --activations fp8 --tolerance 0.08 --source-tokens 12000 --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --source-tokens 12000 --jobs 2 --log" &
-job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 4000 --jobs 3 --log" &
-job loop 240 "$python -m tools.check_loop equal ends distribution stall --log" &
+job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 2000 --jobs 4 --log" &
+wait
+job equal 120 "$python -m tools.check_loop equal --log" &
+job ends 120 "$python -m tools.check_loop ends stall --log" &
+job distribution 240 "$python -m tools.check_loop distribution --log" &
 wait
 job round 60 "$python -m tools.bench_round --rows 4..8 --kernels --marginal"
 job sweep 60 "$python -m tools.bench_round --context sweep --experts 37.7"
