@@ -91,7 +91,8 @@ constexpr int CANDIDATES = ROUTE_WARPS * TOP_K;
 constexpr int FINAL_THREADS = (CANDIDATES + WARP - 1) / WARP * WARP;  // of the warps that have them
 static_assert(EXPERTS % WARP == 0 && COLUMN_THREADS + ROUTE_THREADS <= 1024, "whole warps, in one block");
 static_assert(TOP_K == 8, "two vectors of shares");
-static_assert(HIDDEN % (4 * ROUTE_THREADS) == 0, "whole vectors of a row");
+constexpr int ROW_VECTORS = HIDDEN / 4;
+constexpr int THREAD_VECTORS = (ROW_VECTORS + ROUTE_THREADS - 1) / ROUTE_THREADS;  // of a thread; the last may be none
 
 struct Routing {
     alignas(16) uint32_t keys[EXPERTS];
@@ -139,7 +140,11 @@ __device__ __forceinline__ float sum_ranks_1(const float* address, int ranks, in
 
 // The thread's part of the sum of a row's squares of o, and its expert's logit in two parts.
 __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int thread, float& attended, float& residual) {
-    constexpr int EACH = HIDDEN / 4 / ROUTE_THREADS;
+    constexpr int EACH = THREAD_VECTORS;
+    const auto has = [&](int i) {
+        return ROW_VECTORS % ROUTE_THREADS == 0 || thread + i * ROUTE_THREADS < ROW_VECTORS;
+    };
+    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const float* const o = a.o + int64_t(row) * HIDDEN + thread * 4;
     const int64_t at = int64_t(row) * EXPERTS + thread, stride = rank_rows(a.rows) * EXPERTS;
     float total = 0.0f;
@@ -150,7 +155,7 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
         do {
             here = true;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) x[i] = load4_flagged(o + i * ROUTE_THREADS * 4);
+            for (int i = 0; i < EACH; ++i) x[i] = has(i) ? load4_flagged(o + i * ROUTE_THREADS * 4) : none;
             attended = load_flagged(a.router_attended + at);
             residual = load_flagged(a.router_residual + at);
 #pragma unroll
@@ -165,13 +170,13 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
     if (a.ranks == 1) {
         float4 x[EACH];  // on their way together
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) x[i] = load4(o + i * ROUTE_THREADS * 4);
+        for (int i = 0; i < EACH; ++i) x[i] = has(i) ? load4(o + i * ROUTE_THREADS * 4) : none;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) total += dot(x[i], x[i]);
         return total;
     }
 #pragma unroll 1
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < EACH && has(i); ++i) {
         const float4 x = sum_ranks(o + i * ROUTE_THREADS * 4, a.ranks, rank_rows(a.rows) * HIDDEN);
         total += dot(x, x);
     }

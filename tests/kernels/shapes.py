@@ -14,12 +14,16 @@ NANO = dims_of(_nano, 1)
 NANO2 = dims_of(_nano, 2)
 DIMS = {"released": RELEASED, "nano": NANO, "nano2": NANO2}
 
+# As many experts as the released model has beside a row of fewer columns: tools/check_lengths.py computes with it.
+NARROW = replace(RELEASED, hidden=256, slice_width=256, vocab=128, vocab_total=128, eh_rows=256)
+
 # Windows of the target's sliding layers and of the draft: config facts, not sizes of a share.
 WINDOWS = {"released": _released.sliding_window, "nano": _nano.sliding_window, "nano2": _nano.sliding_window}
 
 
 def variants():
     """(name, Dims) of every precision in which a share's kernels are compiled, the draft's among them."""
+    yield "narrow", NARROW
     for name, dims in DIMS.items():
         yield name, dims
         yield f"{name} BF16", replace(dims, fp8_attention=False, fp8_experts=False)
