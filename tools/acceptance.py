@@ -74,12 +74,13 @@ def variation(one: Distribution, other: Distribution) -> float:
 
 
 def variations(ours: Sequence[Judged], theirs: Sequence[Judged]) -> F64:
-    """Mean distance [depths] between the distributions that both draw drafts from; rounds are of equal length."""
-    each = [
-        [variation(a, b) for a, b in zip(one.shapes, other.shapes, strict=True)]
-        for one, other in zip(ours, theirs, strict=True)
-    ]
-    return np.asarray(np.mean(each, axis=0))
+    """Distances [rounds, depths] between the distributions that both draw drafts from; rounds are of equal length."""
+    return np.array(
+        [
+            [variation(a, b) for a, b in zip(one.shapes, other.shapes, strict=True)]
+            for one, other in zip(ours, theirs, strict=True)
+        ]
+    )
 
 
 def rates(requests: Sequence[Sequence[int]]) -> tuple[F64, F64]:

@@ -92,8 +92,9 @@ def check_equal(options: argparse.Namespace) -> Report:
             reasons[str(expected[1])] += 1
             rounds += len(expected[0])
             alike = expected == got and host.tokens == device.tokens
-            # Where a request ends, the device does not go on to draft: seven drafts of both overwrite what others left.
-            following = replace(params, draft=7, seed=number, max_tokens=2, stop_tokens=())
+            # Where a request ends, the device does not go on to draft as the host does: what that left, up to twelve
+            # positions further, is overwritten first.
+            following = replace(params, draft=7, seed=number, max_tokens=24, stop_tokens=())
             alike = alike and list(host.decode(following)) == list(device.decode(following))
             if not alike or not same(*held):
                 differing.append(number)
