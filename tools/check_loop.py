@@ -67,6 +67,16 @@ def mixed(number: int, rng: np.random.Generator) -> DecodeParams:
     )
 
 
+def beside(host: CudaEngine, device: CudaEngine, ids: Sequence[int], params: DecodeParams) -> list[tuple[Any, ...]]:
+    """Of a request on each loop: its rounds and reason, the sequence, and the rounds of another one behind it.
+
+    The device drafts nothing where a request ends, the host's loop does: the request behind it overwrites what that
+    left in the draft's cache, up to twelve positions further.
+    """
+    following = replace(params, draft=7, max_tokens=24, stop_tokens=())
+    return [(finished(engine, ids, params), engine.tokens, list(engine.decode(following))) for engine in (host, device)]
+
+
 def check_equal(options: argparse.Namespace) -> Report:
     """Requests on both loops; each one again with a stop token at a place of its output that walks through rounds."""
     rng = np.random.default_rng(options.seed)
@@ -79,8 +89,7 @@ def check_equal(options: argparse.Namespace) -> Report:
             if number % 20 == 7:  # from the kernels for short contexts to the others, within the request
                 ids = (ids * CROSSING)[: host._model.short_context - 1 - int(rng.integers(60))]
             if number % 2:  # with stop tokens: one that is not there, and one that is
-                whole, _ = finished(host, ids, params)
-                finished(device, ids, params)
+                (whole, _), *_ = beside(host, device, ids, params)[0]
                 tokens = flat(whole)
                 place = int(rng.integers(len(tokens)))
                 params = replace(params, stop_tokens=(4095, tokens[place], 4094))
@@ -88,15 +97,10 @@ def check_equal(options: argparse.Namespace) -> Report:
                 starts = np.cumsum([0, *map(len, whole)])
                 at = int(np.searchsorted(starts, stopped, side="right")) - 1
                 offsets.add((stopped - int(starts[at]), stopped - int(starts[at]) == len(whole[at]) - 1))
-            expected, got = finished(host, ids, params), finished(device, ids, params)
-            reasons[str(expected[1])] += 1
-            rounds += len(expected[0])
-            alike = expected == got and host.tokens == device.tokens
-            # Where a request ends, the device does not go on to draft as the host does: what that left, up to twelve
-            # positions further, is overwritten first.
-            following = replace(params, draft=7, seed=number, max_tokens=24, stop_tokens=())
-            alike = alike and list(host.decode(following)) == list(device.decode(following))
-            if not alike or not same(*held):
+            expected, got = beside(host, device, ids, params)
+            reasons[str(expected[0][1])] += 1
+            rounds += len(expected[0][0])
+            if expected != got or not same(*held):
                 differing.append(number)
         # The control: another seed must be found different, in its tokens or its caches.
         params = DecodeParams(temperature=1.0, top_k=20, seed=1, max_tokens=50)

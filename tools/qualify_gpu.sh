@@ -39,7 +39,7 @@ job kernels-c 240 "$pytest tests/kernels/test_prefill.py tests/kernels/test_pref
 job kernels-b 240 "$pytest tests/kernels/test_attention.py" &
 job kernels-d 240 "$pytest tests/kernels/test_rows.py" &
 job kernels-e 240 "$pytest tests/kernels/test_projections.py tests/kernels/test_sampling_kernels.py" &
-job kernels-f 240 "$pytest tests/kernels/test_head.py tests/kernels/test_draft.py tests/kernels/test_machinery.py" &
+job kernels-f 240 "$pytest tests/kernels/test_{head,draft,machinery}.py -k 'not test_speed and not test_times'" &
 job engine 240 "$pytest tests/gpu/test_cuda_engine.py" &
 job loop-tests 240 "$pytest tests/gpu/test_loop.py" &
 job weights 240 "$pytest tests/gpu/test_weights.py" &
@@ -62,7 +62,7 @@ job round 60 "$python -m tools.bench_round --rows 4..8 --kernels --marginal"
 job sweep 60 "$python -m tools.bench_round --context sweep --experts 37.7"
 job capacity 60 "$python -m tools.bench_capacity --capacity 1024,1024,262144 --log"
 job speed 90 "$python -m tests.kernels.speed_attention; $python -m tests.kernels.prefill_speed prompt;
-    $pytest -s tests/kernels/test_head.py -k speed"
+    $pytest -s tests/kernels/test_head.py tests/kernels/test_machinery.py -k 'test_speed or test_times'"
 job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
 job gap 60 "$python -m tools.check_loop gap --log && $python -m tools.bench_loop --log"
 job drafting 60 "$python -m tools.check_loop drafting --log"
