@@ -16,18 +16,15 @@
 // a row that did not choose it, where inner holds anything, is a zero in B.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
+#include "common/experts_mma.cuh"
 #include "common/flagged.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr bool FP8 = FP8_EXPERTS != 0;
-constexpr bool E4M3 = FP8 && FP8_ACTIVATIONS != 0;
 constexpr int KERNEL = KERNEL_DOWN;
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
 constexpr int CHUNK_BYTES = 512;
-constexpr int CHUNK_K = FP8 ? 32 : 16;
 constexpr int CHUNKS = INNER / CHUNK_K;
 constexpr int TILE_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int STAGE_BYTES = TILES * TILE_BYTES;
@@ -58,10 +55,6 @@ struct Tables {
 };
 
 // B of one chunk from a row of shared inner, where k points to 4t of the lane's chunk.
-struct Fragment {
-    uint2 k[FP8 && !E4M3 ? 2 : 1];
-};
-
 __device__ __forceinline__ uint32_t quantise(uint2 x, float inverse) {
     const float2 lo = unpack_f16(x.x), hi = unpack_f16(x.y);
     return uint32_t(float_to_e4m3x2(lo.x * inverse, lo.y * inverse)) |
@@ -78,16 +71,6 @@ __device__ __forceinline__ Fragment load_fragment(const uint8_t* k, float invers
         for (int i = 0; i < int(sizeof(b.k) / sizeof(b.k[0])); ++i) b.k[i] = *reinterpret_cast<const uint2*>(k + 32 * i);
     }
     return b;
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, const Fragment& b) {
-    if constexpr (E4M3) {
-        mma_e4m3(sum, w.x, w.y, w.z, w.w, b.k[0].x, b.k[0].y);
-    } else if constexpr (FP8) {
-        mma_chunk_fp8_f16(sum, w, b.k[0], b.k[1]);
-    } else {
-        mma_chunk_f16(sum, w, b.k[0]);
-    }
 }
 
 // Whether none of the eight halves is zero.

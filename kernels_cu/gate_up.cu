@@ -15,19 +15,16 @@
 // others go on with the next unit.
 #include "common/copy.cuh"
 #include "common/experts.cuh"
+#include "common/experts_mma.cuh"
 #include "common/flagged.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr bool FP8 = FP8_EXPERTS != 0;
-constexpr bool E4M3 = FP8 && FP8_ACTIVATIONS != 0;  // activations as well
 constexpr int KERNEL = KERNEL_GATE_UP;
 constexpr int POLLS = 4096;  // milliseconds, where routing takes microseconds
 
 constexpr int CONSUMERS = 8;
 constexpr int THREADS = (CONSUMERS + 1) * WARP;
 constexpr int CHUNK_BYTES = 512;
-constexpr int CHUNK_K = FP8 ? 32 : 16;
 constexpr int CHUNKS = HIDDEN / CHUNK_K;
 // Chunks of a warp in a part. Not more than a scale's 128 columns: then a part has one scale a warp.
 constexpr int WARP_CHUNKS = CHUNKS % (4 * CONSUMERS) == 0 ? 4 : CHUNKS % (2 * CONSUMERS) == 0 ? 2 : 1;
@@ -45,11 +42,6 @@ static_assert(HIDDEN % 128 == 0 && INNER % 8 == 0, "whole scales and units");
 static_assert(CHUNKS % CONSUMERS == 0, "K is split among the warps");
 static_assert(SMEM == STAGES * STAGE_BYTES, "the host and the kernel agree on shared memory");
 
-// Activations of one chunk as B. Half: k = 4t .. 4t + 3 of a chunk's (half) 16; E4M3: the codes of both halves.
-struct Fragment {
-    uint2 k[FP8 && !E4M3 ? 2 : 1];
-};
-
 __device__ __forceinline__ void load_fragment(Fragment& b, const GateUpArgs& a, int chunk, int lane) {
     const int row = lane / 4, k = chunk * CHUNK_K + lane % 4 * 4;
     if (row >= a.rows) {
@@ -63,16 +55,6 @@ __device__ __forceinline__ void load_fragment(Fragment& b, const GateUpArgs& a, 
         for (int i = 0; i < int(sizeof(b.k) / sizeof(b.k[0])); ++i) {
             b.k[i] = *reinterpret_cast<const uint2*>(normed + 16 * i);
         }
-    }
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, const Fragment& b) {
-    if constexpr (E4M3) {
-        mma_e4m3(sum, w.x, w.y, w.z, w.w, b.k[0].x, b.k[0].y);
-    } else if constexpr (FP8) {
-        mma_chunk_fp8_f16(sum, w, b.k[0], b.k[1]);
-    } else {
-        mma_chunk_f16(sum, w, b.k[0]);
     }
 }
 

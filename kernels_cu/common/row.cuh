@@ -96,6 +96,11 @@ __device__ __forceinline__ float warp_sum4(float4 x) {
     return s;
 }
 
+template <bool MAXIMUM>
+__device__ __forceinline__ float4 joined(float4 a, float4 b) {
+    return MAXIMUM ? make_float4(fmaxf(a.x, b.x), a.y, a.z, a.w) : sum(a, b);
+}
+
 // What all parts sent, to every thread that asks, with the same bits: four sums, or the maximum of x.
 template <bool MAXIMUM>
 __device__ __forceinline__ float4 row_result(RowExchange& exchange, Fault* fault, int kernel, int layer) {
@@ -103,11 +108,7 @@ __device__ __forceinline__ float4 row_result(RowExchange& exchange, Fault* fault
     float4 total = exchange.parts[0];
 #pragma unroll
     for (int p = 1; p < PARTS; ++p) {
-        const float4 part = exchange.parts[p];
-        if (MAXIMUM)
-            total.x = fmaxf(total.x, part.x);
-        else
-            total = sum(total, part);
+        total = joined<MAXIMUM>(total, exchange.parts[p]);
     }
     return total;
 }
@@ -129,11 +130,7 @@ __device__ __forceinline__ float4 row_reduce(float4 x, RowExchange& exchange, Fa
         float4 total = exchange.warps[0];
 #pragma unroll
         for (int w = 1; w < COLUMN_WARPS; ++w) {
-            const float4 share = exchange.warps[w];
-            if (MAXIMUM)
-                total.x = fmaxf(total.x, share.x);
-            else
-                total = sum(total, share);
+            total = joined<MAXIMUM>(total, exchange.warps[w]);
         }
         // A block leaves only after all that is sent to it has come, so no message finds its receiver gone.
         cluster_send(&exchange.parts[blockIdx.x % PARTS], &exchange.arrived, threadIdx.x, total);
