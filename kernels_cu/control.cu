@@ -7,11 +7,12 @@
 //   Reads the State's counts and the Loop, writes the Loop and, where a round ends, 128 bytes of log and 256 of mirror.
 //
 // Why so: the stop rule is computed where its features are, in draft_sample, so that a loop that the host steps takes the
-// same decisions; it leaves them in depth_rows. All that lies in host memory (cancel, what was read, faults),
-// the table of graphs and what was committed is read while the predecessor runs, so that the way from its last write to
-// the launch is one read of L2. A graph starts only when the one that launched it has ended, so the launch comes first and the log after.
-// A cancellation or a fault that is seen too late for this round ends the next one. Whether the request ends is known
-// before another depth is launched: nobody would verify what it drafts.
+// same decisions; it leaves them in depth_rows. The table of graphs and what was committed are read while the predecessor
+// runs, so that the way from its last write to the launch is one read of L2; what lies in host memory (cancel, what was
+// read, faults) is asked for at once, and waited for only where a round ends. A graph starts only when the one that
+// launched it has ended, so the launch comes first and the log after. A cancellation or a fault that is seen too late for
+// this round ends the next one. Whether the request ends is known before another depth is launched: nobody would verify
+// what it drafts.
 #include "abi.cuh"
 #include "common/clock.cuh"
 #include "common/pdl.cuh"

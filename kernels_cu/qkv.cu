@@ -353,7 +353,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     for (int tile = 0; tile < WARP_TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            shared.sums[k_group][lane % 4 * 2 + i % 2][(first_tile + tile) * 16 + lane / 4 + i / 2 * 8] = acc[tile][i] * factor[i % 2];
+            const int column = lane % 4 * 2 + i % 2, row = (first_tile + tile) * 16 + lane / 4 + i / 2 * 8;
+            shared.sums[k_group][column][row] = acc[tile][i] * factor[i % 2];
         }
     }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // the sums of all groups are there, and `rows`

@@ -310,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
     }
     if (a.inner != nullptr) {
         constexpr int PIECES = INNER * 2 / 16;  // of 16 bytes, that a row of inner has
-        for (int i = part * COLUMN_THREADS + threadIdx.x; i < min_int(live, a.rows) * TOP_K * PIECES; i += PARTS * COLUMN_THREADS)
+        for (int i = part * COLUMN_THREADS + threadIdx.x; i < min_int(live, a.rows) * TOP_K * PIECES;
+             i += PARTS * COLUMN_THREADS)
             reinterpret_cast<uint4*>(a.inner)[(i / PIECES * ROWS + row) * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
     }
     if (a.inner_max != nullptr && part == 0)
