@@ -10,6 +10,7 @@ from cuq1.errors import RequestError
 from cuq1.models import decode
 from cuq1.plan.types import Plan
 from tests.paths import RELEASED
+from tools.bench_capacity import sizes
 from tools.bench_round import _told, contexts, routing, span, within_reach
 from tools.plot_round import last_sweep, table
 
@@ -84,3 +85,10 @@ def test_who_is_not_told_waits():
     assert polling("o_proj") == every - {("attn_tail", "polled"), ("down", "unready")}
     assert polling("attn_tail") == drafts | {("down", "unready")}
     assert polling("attn_tail", "o_proj") == drafts
+
+
+def test_capacities_to_compare():
+    assert sizes("1024,1024,262144") == [1024, 1024, 262144]
+    for text in ("1024", "0,1024", "all"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            sizes(text)
