@@ -27,3 +27,7 @@ class RequestError(Cuq1Error):
 
 class DeviceError(Cuq1Error):
     """The requested device, or enough memory on it, is not available."""
+
+
+class LaunchError(Cuq1Error):
+    """A run of several processes that cannot start, or in which a rank failed or never arrived."""
