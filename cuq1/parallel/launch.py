@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 from cuq1.cli import Parser, guarded
@@ -99,7 +99,8 @@ class Launch:
         left = [str(process.rank) for process in self._ranks if process.status is None]
         # a process that even SIGKILL does not end waits in the kernel, most likely for a device
         rest = f"; ranks that cannot be killed: {', '.join(left)}" if left else ""
-        print(f"cuq1-launch: {fault.message}{rest}", file=sys.stderr)
+        with suppress(OSError):  # the status counts, even where nobody reads
+            print(f"cuq1-launch: {fault.message}{rest}", file=sys.stderr, flush=True)
         return (self._ranks[fault.ranks[0]].status if fault.ranks else None) or 1
 
     def _running(self) -> bool:
@@ -108,8 +109,7 @@ class Launch:
     def _step(self) -> None:
         """One round of events: connections, output, and ends of processes, which SIGCHLD reports."""
         for key, mask in self._selector.select(TICK_SECONDS / 4 if self._relay.waiting else TICK_SECONDS):
-            if self._selector.get_map().get(key.fileobj) is not None:  # not closed by one before it
-                key.data(mask)
+            key.data(mask)
         for process in self._ranks:
             if process.poll():
                 if process.status:

@@ -42,6 +42,8 @@ class Peer:
             self._socket.close()
 
     def _event(self, mask: int) -> None:
+        if self.closed:
+            return  # by what another connection did in the same round of events
         if mask & selectors.EVENT_WRITE:
             self._flush()
         if mask & selectors.EVENT_READ:

@@ -177,7 +177,8 @@ class Server:
             case "leave":
                 self.ended(peer.rank)
             case "fail":
-                self._blame([peer.rank], f"failed: {frame.text('message', MAX_MESSAGE)}")
+                words = " ".join(frame.text("message", MAX_MESSAGE).split())  # one line, whatever it was
+                self._blame([peer.rank], f"failed: {words}")
             case str(kind) if kind in CALLS:
                 self._arrive(peer.rank, kind, frame)
             case _:

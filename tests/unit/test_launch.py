@@ -106,6 +106,10 @@ def test_much_output_arrives_whole_and_its_reader_may_leave():
         process.stderr.close()
         process.stderr = None
         assert process.wait(60) == 0
+    with launched("-n", 1, "--", sys.executable, "-c", "import time; time.sleep(1); exit(3)") as process:
+        process.stderr.close()
+        process.stderr = None
+        assert process.wait(60) == 3
 
 
 @pytest.mark.parametrize(
