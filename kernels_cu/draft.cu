@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) eh_proj(const __grid_const
     if (PIECES > 1) cluster_sync();
     pdl_wait();
     pdl_trigger();
-    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+    const int rows = live_before(a.live, a.rows);
     int source = lane < a.rows ? __ldcg((embedded ? a.tokens : a.hidden_rows) + lane) : 0;  // of row `lane`
     if (rows <= 0) return;
     const void* table = embedded ? static_cast<const void*>(a.table) : a.hidden;

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
     }
     const int draft = __shfl_sync(ALL_LANES, my_draft, row);
 
-    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+    const int rows = live_before(a.live, a.rows);
 
     pdl_wait();  // the lists
     pdl_trigger();
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__((ROW_WARPS + 1) * WARP)
     }
     if (part == 0) u = uniform(asked.seed_lo, asked.seed_hi, asked.done + count, PURPOSE_DRAFT);
 
-    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+    const int rows = live_before(a.live, a.rows);
 
     pdl_wait();  // the lists
     pdl_trigger();

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
         bound = NO_KEY;
         found = 0;
     }
-    const int rows = a.live != nullptr ? min_int(a.rows, __ldcg(a.live)) : a.rows;
+    const int rows = live_before(a.live, a.rows);
     cluster_arrive();  // all blocks of the cluster run, so that the first one's shared memory can be written
     cluster_wait();
     pdl_wait();  // logits
