@@ -167,7 +167,7 @@ def _mlp_part(
             "inverse": entry.inverse,
             "routed": Ref("routed", 0) if moe else 0,
             "inner": Ref("inner", 0) if moe and not quantised else 0,
-            "polled": int(moe and number > 0),  # the layer before has made them NOT_READY
+            "polled": int(b.model.polls(number)),
         },
         0,
         rows_ * d.hidden * 6,

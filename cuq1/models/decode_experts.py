@@ -14,7 +14,7 @@ def add_experts(b: Builder, layer: Layer, base: Mapping[str, Any], share: float)
     p, d, number = layer.prefix, layer.dims, layer.number
     quantised = d.fp8_activations
     weights = b.weight(f"{p}.gate_up")
-    follows = 0 <= number < len(b.model.layers) - 1  # a layer whose attention tail polls
+    follows = b.model.polls(number + 1)
     size = b.buffers["o"].bytes
     unready = {"unready": Ref("o", 0) if follows else 0, "unready_pieces": size // 16 if follows else 0}
     down = {"weights": b.weight(f"{p}.down.weights"), "scales": b.maybe(f"{p}.down.scales")}

@@ -127,6 +127,10 @@ class Model:
         """Whether a pass at positions done, done + 1, … may use the plans for short contexts."""
         return done + ROWS <= self.short_context
 
+    def polls(self, number: int) -> bool:
+        """Whether a layer's attention tail polls for what o_proj writes: the layer before then makes that NOT_READY."""
+        return 0 < number < len(self.layers) and self.layers[number].dense_groups == 0
+
 
 def resolve(
     config: Q1Config,
