@@ -31,12 +31,23 @@ def _header() -> str:
     return re.sub(r"//.*", "", "".join(path.read_text(encoding="utf-8") for path in paths))
 
 
+@cache
+def _constants() -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]\w+) = (\d+)\b", _header())}
+
+
+@cache
+def _bodies(text: str) -> dict[str, str]:
+    """What stands between the braces of each structure."""
+    return dict(re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.MULTILINE | re.DOTALL))
+
+
 def constant(name: str) -> int:
     """The value of a constant or enumerator of the header. Raises Cuq1Error where it has none."""
-    found = re.search(rf"\b{name} = (\d+)\b", _header())
+    found = _constants().get(name)
     if found is None:
         raise Cuq1Error(f"kernels_cu/abi.cuh has no constant {name}: it is not this version's")
-    return int(found[1])
+    return found
 
 
 def fields(name: str, text: str | None = None) -> list[tuple[str, Any]]:
@@ -44,18 +55,16 @@ def fields(name: str, text: str | None = None) -> list[tuple[str, Any]]:
 
     text: another header. Raises Cuq1Error where the structure is missing, or holds anything else.
     """
-    body = re.search(rf"^struct {name} \{{(.*?)^\}};", _header() if text is None else text, re.MULTILINE | re.DOTALL)
+    body = _bodies(_header() if text is None else text).get(name)
     if body is None:
         raise Cuq1Error(f"kernels_cu/abi.cuh has no structure {name}: it is not this version's")
     found: list[tuple[str, Any]] = []
-    for statement in filter(None, map(str.strip, body[1].split(";"))):
+    for statement in filter(None, map(str.strip, body.split(";"))):
         declared = _FIELD.fullmatch(statement)
-        kind = None if declared is None else c_uint64 if declared[2] else _TYPES.get(declared[1])
-        if declared is None or kind is None:
-            raise Cuq1Error(f"kernels_cu/abi.cuh: {name} has a field that ctypes is not told of: {statement!r}")
-        for part in declared[3].split(","):
-            named = _NAME.fullmatch(part.strip())
-            if named is None:
+        kind = declared and (c_uint64 if declared[2] else _TYPES.get(declared[1]))
+        names = [_NAME.fullmatch(part.strip()) for part in declared[3].split(",")] if declared else [None]
+        for named in names:
+            if kind is None or named is None:
                 raise Cuq1Error(f"kernels_cu/abi.cuh: {name} has a field that ctypes is not told of: {statement!r}")
             whole: Any = kind
             for size in reversed(re.findall(r"[^][]+", named[2])):
@@ -96,22 +105,7 @@ FAULTS = {
     5: "a result that did not arrive",
 }
 KERNELS = {
-    1: "embed",
-    2: "qkv",
-    3: "attention",
-    4: "combine",
-    5: "o_proj",
-    6: "attn_tail",
-    7: "gate_up",
-    8: "down",
-    9: "mlp_tail",
-    10: "lm_head",
-    11: "top_k",
-    12: "accept",
-    13: "draft_sample",
-    14: "eh_proj",
-    16: "prefill",
-    17: "control",
+    number: name.removeprefix("KERNEL_").lower() for name, number in _constants().items() if name.startswith("KERNEL_")
 }
 
 
