@@ -15,7 +15,6 @@ from cuq1.cuda.engine import CudaEngine
 from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from cuq1.sampling.filter import Distribution
-from cuq1.sampling.speculative import verify
 
 F64 = NDArray[np.float64]
 
@@ -61,10 +60,9 @@ def judge(reference: ReferenceEngine, tokens: Sequence[int], drafts: Sequence[in
             hidden, logits = reference._draft.forward(np.array([token]), hidden, pending - 1 + depth)
             q.append(reference._distribution(logits[0], params))
             token = draft
-        rows = reference._target.forward(np.array([tokens[-1], *drafts]), pending)
-        p = [reference._distribution(row, params) for row in reference._target.logits(rows)]
+        _, verdict = reference._verified(drafts, q, params, params.seed)
     reference.rewind(pending)
-    return Judged(tokens, tuple(drafts), tuple(q), verify(drafts, q, p, params.seed, pending + 1).accepted)
+    return Judged(tokens, tuple(drafts), tuple(q), verdict.accepted)
 
 
 def variation(one: Distribution, other: Distribution) -> float:

@@ -42,13 +42,14 @@ def _run(argv: list[str] | None) -> int:
     benches = [
         Bench(ASSETS / "iquest-q1", 8, 0, max(size, context), 0, fp8_activations=False) for size in options.capacity
     ]
-    times: list[list[float]] = [[] for _ in benches]
+    plans = []
     for bench in benches:
         bench.place(context, 8, drafts, options.experts)
+        short = bench.model.is_short(context)
+        plans.append(decode.round_of(bench.model, 8, drafts, context=context, forced=True, short=short))
+    times: list[list[float]] = [[] for _ in benches]
     for _ in range(options.turns):
-        for bench, found in zip(benches, times, strict=True):
-            short = bench.model.is_short(context)
-            plan = decode.round_of(bench.model, 8, drafts, context=context, forced=True, short=short)
+        for bench, plan, found in zip(benches, plans, times, strict=True):
             found.append(bench.time(plan, 20, reset=True).median)
     medians = [statistics.median(found) for found in times]
     for size, found, median in zip(options.capacity, times, medians, strict=True):

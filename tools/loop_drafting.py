@@ -11,10 +11,11 @@ from cuq1.cuda import abi
 from cuq1.plan.dims import DRAFT
 from cuq1.sampling import MAX_DRAFTS, MIN_AUTO_DRAFTS, DecodeParams
 from tools.bench import nano
+from tools.depth_rounds import params
+from tools.fit_depth import HELD_OUT, TRAIN
 from tools.loop_common import Report, finished, opened, timed, traced
 from tools.tracing import spans
 
-FITTED, HELD_OUT = 1, 2  # seeds of the prompts that tools/fit_depth.py trained on, and did not
 FIXED = range(1, MAX_DRAFTS + 1)
 PROMPTS = 18  # of each seed: its own
 ALL_ARMS, KEPT = 10, 2  # seeds that measure every fixed number of drafts, and how many of the best go on
@@ -22,15 +23,7 @@ ALL_ARMS, KEPT = 10, 2  # seeds that measure every fixed number of drafts, and h
 
 def chat(seed: int, number: int, draft: Any) -> DecodeParams:
     """As tools/fit_depth.py asks: greedy for every fourth prompt."""
-    return DecodeParams(
-        temperature=0.0 if number % 4 == 0 else 1.0,
-        top_k=20,
-        top_p=0.95,
-        seed=1000 * (seed + 1) + number,
-        max_tokens=200,
-        stop_tokens=(0,),
-        draft=draft,
-    )
+    return params(1000 * (seed + 1) + number, greedy=number % 4 == 0, draft=draft)
 
 
 def check_drafting(options: argparse.Namespace) -> Report:
@@ -96,7 +89,7 @@ def saved(ours: Sequence[tuple[float, int]], theirs: Sequence[tuple[float, int]]
 
 def check_threshold(options: argparse.Namespace) -> Report:
     """Time per token under several thresholds of the stop rule, on the prompts that its weights were fitted on."""
-    prompts = nano()[2](18, FITTED)
+    prompts = nano()[2](18, TRAIN)
     each: dict[float, list[float]] = {}
     with opened("device") as engine:
         rule = engine._runtime._rule
@@ -104,11 +97,8 @@ def check_threshold(options: argparse.Namespace) -> Report:
         for seed in range(options.seeds):
             for threshold in (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75):
                 engine._runtime._rule = replace(rule, threshold=threshold)
-                spent, tokens = 0.0, 0
-                for i, ids in enumerate(prompts):
-                    seconds, count = timed(engine, ids, chat(seed, i, "auto"))
-                    spent, tokens = spent + seconds, tokens + count
-                each.setdefault(threshold, []).append(1e6 * spent / tokens)
+                runs = [timed(engine, ids, chat(seed, i, "auto")) for i, ids in enumerate(prompts)]
+                each.setdefault(threshold, []).append(1e6 * ratio(runs))
     means = {threshold: round(statistics.mean(values), 2) for threshold, values in each.items()}
     return {"seeds": options.seeds, "shipped": round(rule.threshold, 3), "us_per_token": means, "failed": 0}
 

@@ -19,7 +19,7 @@ from cuq1.sampling.filter import Distribution, filtered
 from cuq1.sampling.params import DecodeParams, check_prompt
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
-from cuq1.sampling.speculative import draw, verify
+from cuq1.sampling.speculative import Verdict, draw, verify
 from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
 FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
@@ -160,13 +160,18 @@ class ReferenceEngine(SequenceEngine):
     def _round(self, params: DecodeParams, seed: int) -> Round:
         """Draft from the pending token on, verify all rows at once, apply the rejection rule."""
         drafts, q = self._drafts(params, seed)
-        start = self._done
-        rows = np.asarray([self._tokens[start], *drafts], np.int64)
-        hidden = self._target.forward(rows, start)
-        p = [self._distribution(row, params) for row in self._target.logits(hidden)]
-        accepted, token = verify(drafts, q, p, seed, start + 1)
+        hidden, (accepted, token) = self._verified(drafts, q, params, seed)
         self._advance(hidden[: accepted + 1])
         return Round((*drafts[:accepted], token), len(drafts), accepted)
+
+    def _verified(
+        self, drafts: Sequence[int], q: Sequence[Distribution], params: DecodeParams, seed: int
+    ) -> tuple[F32, Verdict]:
+        """Hidden states [drafts + 1, H] of the pending token and the drafts, and what the rejection rule says."""
+        start = self._done
+        hidden = self._target.forward(np.asarray([self._tokens[start], *drafts], np.int64), start)
+        p = [self._distribution(row, params) for row in self._target.logits(hidden)]
+        return hidden, verify(drafts, q, p, seed, start + 1)
 
     def _drafts(self, params: DecodeParams, seed: int) -> tuple[list[int], list[Distribution]]:
         """The drafts after the pending token, each with the distribution that it was drawn from."""
