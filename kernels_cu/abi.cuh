@@ -19,7 +19,19 @@ constexpr int MAX_STOPS = 32;       // stop tokens that the device looks for; wh
 constexpr int LOG_RECORDS = 256;    // records of the result log; a power of two
 constexpr int GRAPHS = 32;          // handles of a request's graphs: see Loop
 
-enum FaultKind { FAULT_NONE = 0, FAULT_NOT_FINITE = 1, FAULT_COPY = 2, FAULT_TOKEN = 3, FAULT_ROUTING = 4, FAULT_RESULT = 5 };
+enum FaultKind {
+    FAULT_NONE = 0,
+    FAULT_NOT_FINITE = 1,
+    FAULT_COPY = 2,
+    FAULT_TOKEN = 3,
+    FAULT_ROUTING = 4,
+    FAULT_RESULT = 5,
+    FAULT_PEER = 6  // what another rank's kernel was to push never came; detail: that rank's place
+};
+
+constexpr int MAX_RANKS = 8;
+constexpr int INBOXES = 3;          // buffers that an exchange's uses take in turn (common/exchange.cuh)
+constexpr int STATUS_WORDS = 4;     // of a rank, see StatusWord
 
 constexpr int ROUTED_COPIES = 4;    // of what the attention tail tells the experts, so that not all read one line
 
@@ -39,7 +51,8 @@ enum KernelId {
     KERNEL_DRAFT_SAMPLE = 13,
     KERNEL_EH_PROJ = 14,
     KERNEL_PREFILL = 16,
-    KERNEL_CONTROL = 17
+    KERNEL_CONTROL = 17,
+    KERNEL_EXCHANGE = 18
 };
 
 // Why a chain of graphs ended. PAUSED: the log is full, or the reader too far behind; the host launches again.
@@ -100,6 +113,8 @@ struct QkvArgs {
     const float* norm;       // [HIDDEN]
     float* residual;         // [rows][HIDDEN]: x * norm where inverse is given, else x
     float* inverse;          // [rows], 1 / rms(x): residual times that is rms(x, norm); or null
+    int polled;              // pieces come from peers, NOT_READY before
+    int reserved;
 };
 
 // One split of the sequence, for all rows and heads of a KV head.
@@ -180,6 +195,7 @@ struct OProjArgs {
     int slice_start;
     int reserved;
     const float* inverse;    // [rows], multiplies residual; written with it; or null
+    const int64_t* peers;    // [RANKS], see common/exchange.cuh: out and the logits go to every rank's inbox; or null
 };
 
 // o summed over ranks -> attn_out_norm -> residual -> feed_forward_norm -> routing.
@@ -188,7 +204,7 @@ struct AttnTailArgs {
     const int* live;
     int layer;
     int rows;
-    const float* o;                // [ranks][max(rows, ROWS)][HIDDEN] partials
+    const float* o;                // [ranks][max(rows, ROWS)][HIDDEN] partials; with RANKS > 1 this rank's inbox
     const float* router_attended;  // [ranks][ROWS][EXPERTS]; null in a dense layer
     const float* router_residual;  // [ranks][ROWS][EXPERTS]
     const float* residual;         // [rows][HIDDEN]
@@ -208,7 +224,7 @@ struct AttnTailArgs {
     const float* inverse;          // [rows], multiplies residual; written with it; or null
     int* routed;                   // [ROUTED_COPIES][ROWS][TOP_K], expert ids plus 1 where zeros were, or null
     f16* inner;                    // [MAX_GROUPS][ROWS][INNER] to clear for gate_up, or null
-    int polled;                    // o and the router's parts were NOT_READY before o_proj wrote them: one rank
+    int polled;                    // o and the router's parts were NOT_READY before o_proj wrote them, or peers pushed them
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by
@@ -248,6 +264,7 @@ struct DownArgs {
     float* unready;              // the next layer's o and router's parts, to be made NOT_READY, or null
     int unready_pieces;          // of 16 bytes
     int polled;                  // inner was zero before gate_up wrote it
+    const int64_t* peers;        // [RANKS]: out goes to every rank's inbox; or null
 };
 
 // y summed over ranks -> (ffn_out_norm) -> residual -> the next layer's attention_norm, or a final norm.
@@ -256,7 +273,8 @@ struct MlpTailArgs {
     const int* live;
     int layer;
     int rows;
-    const float* y;            // [ranks][max(rows, ROWS)][HIDDEN]
+    float* y;                  // [ranks][max(rows, ROWS)][HIDDEN]; with RANKS > 1 this rank's inbox, which is made
+                               // NOT_READY again as it is read
     const float* h;            // [rows][HIDDEN]
     const float* ffn_out_norm; // [HIDDEN] or null
     const float* next_norm;    // [HIDDEN]
@@ -281,6 +299,16 @@ struct LmHeadArgs {
     const float* scales;     // of each row of an E4M3 matrix
 };
 
+// What each rank tells the others with a round's candidates, so that all of them end a chain at the same round: the
+// wishes of all hosts count, and what any rank's kernels have reported.
+enum StatusWord {
+    STATUS_ENDED = 0,  // bit 0: cancelled; bit 1: a fault was reported
+    STATUS_TAKEN = 1,  // Mirror.taken
+    STATUS_READ = 2    // Mirror.read without its highest bit: no word is NOT_READY
+};
+
+struct Mirror;
+
 // The MAX_TOP_K largest logits of each row's pieces, each piece's sorted: largest first, ties by lower id.
 struct TopKArgs {
     Fault* fault;
@@ -292,6 +320,10 @@ struct TopKArgs {
     int* ids;                // [ROWS][PIECES][MAX_TOP_K], of the whole vocabulary; -1 beyond a piece's end
     int first_id;            // the rank's first vocabulary row
     int reserved;
+    const int64_t* peers;    // [RANKS]: values and ids go to every rank's inbox, the rank's own list of a row at
+                             // [row][RANKS][MAX_TOP_K] from where they point; or null
+    const Mirror* mirror;    // of this rank, whose status goes along; or null
+    int* status;             // the rank's own STATUS_WORDS in its inbox; or null
 };
 
 // One request's state on the device.
@@ -365,6 +397,7 @@ struct Loop {
     uint64_t launched;
     uint64_t drafted_first;
     int ran[ROWS];           // [n]: executions of the control kernel after n drafts
+    int agreed[STATUS_WORDS];  // where there are several ranks, by accept: any rank's `ended`, the least `taken`, `read`
 };
 
 // What host and control kernels tell each other, in host memory. A word of the log stands beside its record's number
@@ -403,6 +436,8 @@ struct AcceptArgs {
     const int* ids;
     int pieces;              // ranks * PIECES
     int first;               // 1: row 0 follows the prompt; draw the request's first token, which is then pending
+    int* statuses;           // [RANKS][STATUS_WORDS], this rank's inbox; or null
+    Loop* loop;              // where what the ranks agree on goes, with statuses; or null
 };
 
 // Draws draft `depth` and prepares the next depth, or ends drafting.
@@ -434,6 +469,18 @@ struct EhProjArgs {
     const uint8_t* weights;    // F16, [EH_ROWS / 16 tiles][2 * HIDDEN / 16 chunks][512 bytes]
     float* out;                // [EH_SPLITS][ROWS][HIDDEN]; the rank's rows from first_row on
     int first_row;
+    int reserved;
+    const int64_t* peers;      // [RANKS]: out goes to every rank's inbox; or null
+};
+
+// Makes an inbox NOT_READY where no later kernel of the graph does.
+struct RearmArgs {
+    Fault* fault;
+    const int* live;           // not read
+    int layer;
+    int rows;
+    uint4* target;
+    int pieces;                // of 16 bytes
     int reserved;
 };
 

@@ -92,6 +92,9 @@ MAX_STOPS = constant("MAX_STOPS")
 LOG_RECORDS = constant("LOG_RECORDS")
 GRAPHS = constant("GRAPHS")
 ROUTED_COPIES = constant("ROUTED_COPIES")
+MAX_RANKS = constant("MAX_RANKS")
+INBOXES = constant("INBOXES")
+STATUS_WORDS = constant("STATUS_WORDS")
 
 END_NONE, END_STOP, END_LENGTH, END_CANCELLED, END_FAULT, END_PAUSED, END_LAUNCH = (
     constant(f"END_{name}") for name in ("NONE", "STOP", "LENGTH", "CANCELLED", "FAULT", "PAUSED", "LAUNCH")
@@ -103,6 +106,7 @@ FAULTS = {
     3: "a token outside the vocabulary",
     4: "routing that did not come",
     5: "a result that did not arrive",
+    6: "a peer's part that did not arrive",
 }
 KERNELS = {
     number: name.removeprefix("KERNEL_").lower() for name, number in _constants().items() if name.startswith("KERNEL_")
@@ -145,6 +149,7 @@ ControlArgs = _structure("ControlArgs")
 AcceptArgs = _structure("AcceptArgs")
 DraftSampleArgs = _structure("DraftSampleArgs")
 EhProjArgs = _structure("EhProjArgs")
+RearmArgs = _structure("RearmArgs")
 BandwidthArgs = _structure("BandwidthArgs")
 PackArgs = _structure("PackArgs")
 FoldArgs = _structure("FoldArgs")

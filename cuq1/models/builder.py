@@ -33,6 +33,11 @@ class Builder:
             self.buffers[name] = buffer_of(name, found.shape, found.dtype)
         return Ref(name, 0)
 
+    @property
+    def peers(self) -> Ref | int:
+        """The distances to the ranks' inboxes, for what pushes into them."""
+        return Ref("peers") if self.model.inbox is not None else 0
+
     def maybe(self, name: str) -> Ref | int:
         """A weight that not every layer has, such as the scales of what is not quantised."""
         return self.weight(name) if name in self.model.weights.tensors else 0

@@ -11,6 +11,9 @@ MLP's output as well, and the last one have an mlp_tail.
 
 A full layer of a long context has a combine after attention.
 
+Where ranks exchange (Model.inbox), o_proj, down, eh_proj and top_k push their parts into every rank's inbox, and
+attn_tail, mlp_tail, the draft's qkv, and accept or draft_sample poll for them; then every layer has an mlp_tail.
+
 A layer's residual base is the raw input in layer 0 and the draft ("sandwich" layers), and the normalised input
 elsewhere, which is why embed and mlp_tail say what the next layer wants.
 """
@@ -21,7 +24,7 @@ from typing import Any
 
 from cuq1.config import DraftConfig, Q1Config
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import attention, draft, head, projections, rows, sampling
+from cuq1.cuda.kernels import attention, draft, exchange, head, projections, rows, sampling
 from cuq1.models import q1
 from cuq1.models.builder import Builder
 from cuq1.models.decode_experts import add_experts
@@ -46,9 +49,12 @@ class _Entry:
 
 
 def _attention_part(
-    b: Builder, layer: Layer, rows_: int, live: Ref | int, positions: Ref, head_rows: int, entry: _Entry
+    b: Builder, layer: Layer, turn: int, rows_: int, live: Ref | int, positions: Ref, head_rows: int, entry: _Entry
 ) -> None:
-    """qkv, attention (and combine), o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values."""
+    """qkv, attention (and combine), o_proj; `head_rows` of the `rows_` rows go beyond writing keys and values.
+
+    turn: see cuq1.models.inbox.
+    """
     p, d = layer.prefix, layer.dims
     caches = {"k_cache": Ref(f"{p}.k_cache", 0), "v_cache": Ref(f"{p}.v_cache", 0)}
     qkv = {"weights": b.weight(f"{p}.qkv.weights"), "scales": b.maybe(f"{p}.qkv.scales")}
@@ -64,7 +70,7 @@ def _attention_part(
             "live": live,
             "rows": rows_,
             "normed": 0 if entry.pieces else Ref("normed", 0),
-            **dict.fromkeys(("entry_scale", "base", "pieces", "norm", "residual", "inverse"), 0),
+            **dict.fromkeys(("entry_scale", "base", "pieces", "norm", "residual", "inverse", "polled"), 0),
             **entry.args,
             "q_norm": b.weight(f"{p}.q_norm"),
             "k_norm": b.weight(f"{p}.k_norm"),
@@ -92,7 +98,7 @@ def _attention_part(
         b.add(attention.attention(d, splits), "attention", layer.number, {**query, **keys}, kv, 0)
         b.add(attention.combine(d, splits), "combine", layer.number, {**query, **result}, 0, written)
     moe = layer.dense_groups == 0
-    projected = q1.projected(d)
+    projected = _projected(b, turn, own=True)
     o = {
         "weights": b.weight(f"{p}.o.weights"),
         "scales": b.maybe(f"{p}.o.scales"),
@@ -114,15 +120,26 @@ def _attention_part(
             "router_residual": projected["router_residual"],
             "slice_start": b.model.rank * d.slice_width,
             "inverse": entry.inverse,
+            "peers": b.peers,
         },
         b.size(*o.values()),
         head_rows * (d.hidden + 2 * d.experts) * 4,
     )
 
 
+def _projected(b: Builder, turn: int, *, own: bool) -> Mapping[str, Ref]:
+    """Where o_proj's results lie; of several ranks' this rank's own, or the first one's."""
+    inbox = b.model.inbox
+    if inbox is None:
+        return q1.projected(b.model.dims)
+    at = inbox.own if own else inbox.whole
+    return {name: at(name, turn) for name in ("o", "router_attended", "router_residual")}
+
+
 def _mlp_part(
     b: Builder,
     layer: Layer,
+    turn: int,
     rows_: int,
     live: Ref | int,
     entry: _Entry,
@@ -138,7 +155,8 @@ def _mlp_part(
     moe = layer.dense_groups == 0
     quantised = d.fp8_activations
     number = layer.number
-    projected = q1.projected(d)
+    inbox = b.model.inbox
+    projected = _projected(b, turn, own=False)
     base = {"live": live, "rows": rows_}
     index = number if number != DRAFT else len(b.model.layers)
     b.add(
@@ -161,19 +179,19 @@ def _mlp_part(
             "expert_weights": Ref("expert_weights", 0),
             "inner_max": Ref("inner_max", 0) if quantised else 0,
             "forced_ids": Ref("forced_ids", index * ROWS * d.top_k * 4) if forced and moe else 0,
-            "ranks": 1,
+            "ranks": d.ranks,
             "attn_scale": layer.attn_scale,
             "normed32": 0,
             "inverse": entry.inverse,
             "routed": Ref("routed", 0) if moe else 0,
             "inner": Ref("inner", 0) if moe and not quantised else 0,
-            "polled": int(b.model.polls(number)),
+            "polled": int(inbox is not None or b.model.polls(number)),
         },
         0,
         rows_ * d.hidden * 6,
     )
     share = layer.dense_groups / (layer.dense_groups or 1) if not moe else min(1.0, _distinct(b, rows_) / d.experts)
-    add_experts(b, layer, base, share)
+    add_experts(b, layer, turn, base, share)
     if after is None:
         return
     b.add(
@@ -182,10 +200,10 @@ def _mlp_part(
         number,
         {
             **base,
-            "y": Ref("y", 0),
+            "y": Ref("y", 0) if inbox is None else inbox.whole("y", turn),
             "h": Ref("h", 0),
             "ffn_out_norm": b.weight(f"{p}.ffn_out_norm") if layer.sandwich else 0,
-            "ranks": 1,
+            "ranks": d.ranks,
             "ffn_scale": layer.ffn_scale,
             **after,
         },
@@ -224,8 +242,13 @@ def _head(b: Builder, name: str, normed: str, rows_: int, live: Ref | int, layer
     )
 
 
-def _top_k(b: Builder, rows_: int, live: Ref | int, layer: int) -> None:
-    d = b.model.dims
+def _top_k(b: Builder, rows_: int, live: Ref | int, layer: int, turn: int) -> None:
+    d, inbox = b.model.dims, b.model.inbox
+    to = {
+        "values": Ref("top_values") if inbox is None else inbox.own("values", turn),
+        "ids": Ref("top_ids") if inbox is None else inbox.own("ids", turn),
+        "status": inbox.own("status", turn) if inbox is not None and layer != DRAFT else 0,
+    }
     b.add(
         head.top_k(d),
         "top_k",
@@ -234,9 +257,10 @@ def _top_k(b: Builder, rows_: int, live: Ref | int, layer: int) -> None:
             "live": live,
             "rows": rows_,
             "logits": Ref("logits", 0),
-            "values": Ref("top_values", 0),
-            "ids": Ref("top_ids", 0),
+            **to,
             "first_id": b.model.rank * d.vocab,
+            "peers": b.peers,
+            "mirror": 0,
         },
         rows_ * d.vocab * 4,
         0,
@@ -271,9 +295,9 @@ def _target(b: Builder, rows_: int, *, forced: bool) -> None:
     )
     entry = _Entry()
     for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
-        _attention_part(b, layer, rows_, 0, _state("positions"), rows_, entry)
+        _attention_part(b, layer, layer.number, rows_, 0, _state("positions"), rows_, entry)
         after, coming = _between(b, layer, following)
-        _mlp_part(b, layer, rows_, 0, entry, after, forced=forced)
+        _mlp_part(b, layer, layer.number, rows_, 0, entry, after, forced=forced)
         entry = coming
     _head(b, "lm_head", "hidden16", rows_, 0, len(model.layers))
 
@@ -284,7 +308,7 @@ def _between(b: Builder, layer: Layer, following: Layer | None) -> tuple[Mapping
         last = {"next_norm": b.weight("norm"), "residual": Ref("hidden", 0), "normed": Ref("hidden16", 0)}
         return {**last, "normed_residual": 1}, _Entry()
     norm = b.weight(f"{following.prefix}.attention_norm")
-    if layer.sandwich:  # a norm of the MLP's own comes first
+    if layer.sandwich or b.model.inbox is not None:  # a norm of the MLP's own comes first, or the sum over ranks
         after = {"next_norm": norm, "residual": Ref("residual", 0), "normed": Ref("normed", 0)}
         return {**after, "normed_residual": int(not following.sandwich)}, _Entry()
     args: dict[str, Any] = {"base": Ref("h", 0), "pieces": Ref("y", 0), "norm": norm, "residual": Ref("residual", 0)}
@@ -292,7 +316,16 @@ def _between(b: Builder, layer: Layer, following: Layer | None) -> tuple[Mapping
     return None, _Entry(1, base=True, args=args)
 
 
+def _candidates(b: Builder, turn: int) -> Mapping[str, Ref | int]:
+    """Where the sampler finds the lists of all ranks."""
+    inbox = b.model.inbox
+    if inbox is None:
+        return {"values": Ref("top_values"), "ids": Ref("top_ids"), "pieces": head.PIECES}
+    return {"values": inbox.whole("values", turn), "ids": inbox.whole("ids", turn), "pieces": b.model.dims.ranks}
+
+
 def _accept(b: Builder, rows_: int, *, first: bool) -> None:
+    turn, inbox = len(b.model.layers) - 1, b.model.inbox
     b.add(
         sampling.accept(b.model.dims),
         "accept",
@@ -300,10 +333,10 @@ def _accept(b: Builder, rows_: int, *, first: bool) -> None:
         {
             "rows": rows_,
             "state": Ref("state", 0),
-            "values": Ref("top_values", 0),
-            "ids": Ref("top_ids", 0),
-            "pieces": head.PIECES,
+            **_candidates(b, turn),
             "first": int(first),
+            "statuses": 0 if inbox is None else inbox.whole("status", turn),
+            "loop": 0,
         },
         0,
         0,
@@ -317,6 +350,8 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
     assert layer is not None
     rows_ = ROWS if depth == 0 else 1
     live = _state("depth_rows", depth)
+    turn, inbox = len(model.layers) + depth, model.inbox
+    pieces = Ref("eh_pieces") if inbox is None else inbox.whole("eh", turn)
     eh = b.weight("draft.eh_proj")
     base = {"live": live, "rows": rows_}
     b.add(
@@ -333,8 +368,9 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
             "enorm": b.weight("draft.enorm"),
             "hnorm": b.weight("draft.hnorm"),
             "weights": eh,
-            "out": Ref("eh_pieces", 0),
+            "out": pieces,
             "first_row": model.rank * model.dims.eh_rows,
+            "peers": b.peers,
         },
         b.size(eh),
         rows_ * model.dims.eh_rows * 4,
@@ -342,10 +378,13 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
     norm = b.weight("draft.attention_norm")
     entry = _Entry(
         draft.eh_splits(model.dims),
-        args={"pieces": Ref("eh_pieces", 0), "norm": norm, "residual": Ref("residual", 0)},
+        args={"pieces": pieces, "norm": norm, "residual": Ref("residual", 0), "polled": int(inbox is not None)},
     )
-    _attention_part(b, layer, rows_, live, _state("draft_positions"), 0 if settle_only else 1, entry)
+    _attention_part(b, layer, turn, rows_, live, _state("draft_positions"), 0 if settle_only else 1, entry)
     if settle_only:
+        if inbox is not None:
+            words = inbox.pieces("eh", "eh")
+            b.add(exchange.rearm(), "rearm", DRAFT, {**base, "target": pieces, "pieces": words}, 0, 16 * words)
         return
     after = {
         "next_norm": b.weight("draft.final_norm"),
@@ -353,10 +392,10 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
         "normed": Ref("draft_hidden16", 0),
         "normed_residual": 1,
     }
-    _mlp_part(b, layer, 1, live, entry, after, forced=forced)
+    _mlp_part(b, layer, turn, 1, live, entry, after, forced=forced)
     _head(b, "draft.lm_head", "draft_hidden16", 1, live, DRAFT)
     if sample:
-        _top_k(b, 1, live, DRAFT)
+        _top_k(b, 1, live, DRAFT, turn)
         b.add(
             sampling.draft_sample(model.dims),
             "draft_sample",
@@ -365,9 +404,7 @@ def _draft_depth(b: Builder, depth: int, *, sample: bool, forced: bool, settle_o
                 "live": live,
                 "rows": 1,
                 "state": Ref("state", 0),
-                "values": Ref("top_values", 0),
-                "ids": Ref("top_ids", 0),
-                "pieces": head.PIECES,
+                **_candidates(b, turn),
                 "depth": depth,
             },
             0,
@@ -402,7 +439,7 @@ def round_of(
     """
     b = Builder(model, distinct, context, short=short)
     _target(b, rows_, forced=forced)
-    _top_k(b, rows_, 0, len(model.layers))
+    _top_k(b, rows_, 0, len(model.layers), len(model.layers) - 1)
     _accept(b, rows_, first=False)
     _drafting(b, drafts, forced=forced)
     return b.plan()
@@ -411,7 +448,7 @@ def round_of(
 def first_of(model: Model, drafts: int) -> Plan:
     """A request's first token from the logits' row 0, and the drafts after it."""
     b = Builder(model, model.dims.top_k, 0)
-    _top_k(b, 1, 0, len(model.layers))
+    _top_k(b, 1, 0, len(model.layers), len(model.layers) - 1)
     _accept(b, 1, first=True)
     _drafting(b, drafts, forced=False)
     return b.plan()
@@ -453,7 +490,7 @@ def round_plan(
     from cuq1.cuda.weights import weights_plan  # noqa: PLC0415
 
     layout = weights_plan(config, draft_config, tp, rank)
-    model = resolve(config, draft_config, layout, tp=tp, rank=rank, capacity=context)
+    model = resolve(config, draft_config, layout, tp=tp, rank=rank, capacity=context, ranks=tp, place=rank)
     short = model.is_short(context)
     most = drafts if draft_config is not None else 0
     return round_of(model, rows, most, context=context, distinct=distinct, short=short)

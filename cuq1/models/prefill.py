@@ -161,8 +161,11 @@ def _weight_buffer(model: Model, name: str) -> Buffer:
 
 
 def _plain(dims: Dims) -> Dims:
-    """The sizes that these kernels are compiled for: activations are halves in all precisions."""
-    return replace(dims, fp8_activations=False)
+    """The sizes that these kernels are compiled for: activations are halves in all precisions.
+
+    Ranks' parts are summed between these kernels, not by them.
+    """
+    return replace(dims, fp8_activations=False, ranks=1)
 
 
 def _first_staged(layer: Layer, chunk: Chunk) -> int:

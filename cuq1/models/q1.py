@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head
+from cuq1.models.inbox import Inbox
 from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
 from cuq1.plan.types import Buffer, Ref
 
 SLACK = ROWS  # positions beyond the context that the last rounds' drafts may write
-ITEM = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "float64": 8, "uint16": 2}
+ITEM = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "float64": 8, "uint16": 2, "int64": 8}
 
 
 class Tensor(Protocol):
@@ -91,7 +92,8 @@ class Model:
     """A rank's model, resolved: sizes, layers, and the buffers that all of its plans share.
 
     capacity: positions of a full layer's cache, a multiple of 64. sms: multiprocessors of the GPU.
-    fp8_activations: the experts' inputs are quantised to E4M3 with a scale a row.
+    fp8_activations: the experts' inputs are quantised to E4M3 with a scale a row. place: the rank's number among the
+    `dims.ranks` that exchange.
     """
 
     config: Q1Config
@@ -105,6 +107,12 @@ class Model:
     draft: Layer | None
     weights: Weights
     fp8_activations: bool = False
+    place: int = 0
+
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where peers push their parts, or None where nothing is exchanged."""
+        return Inbox(self.dims, self.place) if self.dims.ranks > 1 else None
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -128,7 +136,10 @@ class Model:
         return done + ROWS <= self.short_context
 
     def polls(self, number: int) -> bool:
-        """Whether a layer's attention tail polls for what o_proj writes: the layer before then makes that NOT_READY."""
+        """Whether a layer's attention tail polls for what o_proj writes: the layer before then makes that NOT_READY.
+
+        Not said of what comes from peers, for which every layer's polls.
+        """
         return 0 < number < len(self.layers) and self.layers[number].dense_groups == 0
 
 
@@ -142,8 +153,13 @@ def resolve(
     capacity: int | None = None,
     sms: int = MULTIPROCESSORS,
     fp8_activations: bool = False,
+    ranks: int = 1,
+    place: int = 0,
 ) -> Model:
-    """The model of one rank; capacity defaults to the whole context."""
+    """The model of one rank; capacity defaults to the whole context.
+
+    ranks: how many exchange their results, of which this is number `place`; with 1 the others' are taken as zero.
+    """
     positions = (config.max_position_embeddings if capacity is None else capacity) + SLACK
     slots = -(-positions // KV_TILE) * KV_TILE
 
@@ -155,6 +171,7 @@ def resolve(
             fp8_attention=stored.fp8_attention,
             fp8_experts=stored.fp8_experts,
             fp8_activations=fp8_activations and stored.moe and stored.fp8_experts,
+            ranks=ranks,
         )
         return Layer(
             number=number,
@@ -178,8 +195,9 @@ def resolve(
     drafter = (
         layer(DRAFT, draft_config.layer, "draft", sliding=True, sandwich=True) if draft_config is not None else None
     )
+    dims = replace(dims_of(config, tp), ranks=ranks)
     return Model(
-        config, draft_config, tp, rank, slots, sms, dims_of(config, tp), layers, drafter, weights, fp8_activations
+        config, draft_config, tp, rank, slots, sms, dims, layers, drafter, weights, fp8_activations, place=place
     )
 
 
@@ -250,4 +268,5 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("logits", (ROWS, d.vocab), f32),
         buffer_of("top_values", (ROWS, pieces, MAX_TOP_K), f32),
         buffer_of("top_ids", (ROWS, pieces, MAX_TOP_K), i32),
+        *(model.inbox.buffers() if model.inbox is not None else ()),
     ]

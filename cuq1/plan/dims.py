@@ -17,7 +17,8 @@ class Dims:
     """Elements of a rank's share; `fp8_*` say in which precision weights and activations reach the tensor cores.
 
     inner: columns of one expert on this rank. slice_width: columns of the residual that this rank adds to the
-    router's logits. vocab: lm_head rows of this rank. eh_rows: rows of the draft's eh_proj on this rank.
+    router's logits. vocab: lm_head rows of this rank. eh_rows: rows of the draft's eh_proj on this rank. ranks: how
+    many exchange their results; 1 where the others' are taken as zero, as when one rank of several is measured alone.
     """
 
     hidden: int
@@ -35,6 +36,7 @@ class Dims:
     fp8_attention: bool = True
     fp8_experts: bool = True
     fp8_activations: bool = False
+    ranks: int = 1
 
     @property
     def group(self) -> int:

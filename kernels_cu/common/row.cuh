@@ -14,7 +14,6 @@
 constexpr int COLUMNS = HIDDEN / PARTS;      // of a block
 constexpr int COLUMN_THREADS = COLUMNS / 4;
 constexpr int COLUMN_WARPS = COLUMN_THREADS / WARP;
-constexpr int MAX_RANKS = 8;
 static_assert(HIDDEN % (PARTS * 4 * WARP) == 0, "whole warps of float4");
 static_assert(COLUMN_WARPS <= 8, "a thread adds the warps' shares one by one");
 static_assert(PARTS == 2 || PARTS == 4 || PARTS == 8, "a cluster of a portable size");

@@ -13,6 +13,12 @@ RELEASED = dims_of(_released, 8)  # what a rank of eight holds of the released m
 NANO = dims_of(_nano, 1)
 NANO2 = dims_of(_nano, 2)
 DIMS = {"released": RELEASED, "nano": NANO, "nano2": NANO2}
+# Shares of ranks that exchange their results.
+EXCHANGED = {
+    "released, 8 ranks": replace(RELEASED, ranks=8),
+    "released, 2 ranks": replace(RELEASED, ranks=2),
+    "nano, 2 ranks": replace(NANO2, ranks=2),
+}
 
 # As many experts as the released model has beside a row of fewer columns: tools/check_lengths.py computes with it.
 NARROW = replace(RELEASED, hidden=256, slice_width=256, vocab=128, vocab_total=128, eh_rows=256)
@@ -30,3 +36,5 @@ def variants():
         yield f"{name} FP8 activations", replace(dims, fp8_activations=True)
     for name, draft, tp in (("released", _released_draft, 8), ("nano", _nano_draft, 1), ("nano2", _nano_draft, 2)):
         yield f"{name} draft", draft_dims(draft, tp)
+    for name, dims in EXCHANGED.items():
+        yield name, dims

@@ -23,4 +23,5 @@ def common(dims: Dims) -> tuple[tuple[str, Define], ...]:
         ("FP8_ATTENTION", int(dims.fp8_attention)),
         ("FP8_EXPERTS", int(dims.fp8_experts)),
         ("FP8_ACTIVATIONS", int(dims.fp8_activations)),
+        *((("RANKS", dims.ranks),) if dims.ranks > 1 else ()),
     )
