@@ -52,7 +52,8 @@ enum KernelId {
     KERNEL_EH_PROJ = 14,
     KERNEL_PREFILL = 16,
     KERNEL_CONTROL = 17,
-    KERNEL_EXCHANGE = 18
+    KERNEL_EXCHANGE = 18,
+    KERNEL_ROUTER = 19
 };
 
 // Why a chain of graphs ended. PAUSED: the log is full, or the reader too far behind; the host launches again.
@@ -225,6 +226,29 @@ struct AttnTailArgs {
     int* routed;                   // [ROUTED_COPIES][ROWS][TOP_K], expert ids plus 1 where zeros were, or null
     f16* inner;                    // [MAX_GROUPS][ROWS][INNER] to clear for gate_up, or null
     int polled;                    // o and the router's parts were NOT_READY before o_proj wrote them, or peers pushed them
+};
+
+// The router by itself, for routing that is not folded into o_proj and the attention tail (laboratory).
+struct RouterArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* normed32;   // [rows][HIDDEN]
+    const float* router;     // [EXPERTS][HIDDEN]
+    float* logits;           // [ROUTER_SPLITS][ROWS][EXPERTS], to be summed
+};
+
+struct RouteArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* logits;     // [ROUTER_SPLITS][ROWS][EXPERTS]
+    int* expert_ids;         // as AttnTailArgs, and so the others
+    float* expert_weights;
+    int* routed;
+    const int* forced_ids;
 };
 
 // Gate and up of the chosen experts, SiLU, product. Groups are the distinct experts that live rows chose, by

@@ -29,6 +29,7 @@ from cuq1.models import q1
 from cuq1.models.builder import Builder
 from cuq1.models.decode_experts import add_experts
 from cuq1.models.q1 import Layer, Model, resolve
+from cuq1.models.routing import add_routing
 from cuq1.plan.dims import DRAFT, HEAD_DIM, ROWS
 from cuq1.plan.types import Plan, Ref
 
@@ -97,7 +98,7 @@ def _attention_part(
         query |= {name: Ref(name, 0) for name in ("partial_out", "partial_max", "partial_sum")} | {"splits": splits}
         b.add(attention.attention(d, splits), "attention", layer.number, {**query, **keys}, kv, 0)
         b.add(attention.combine(d, splits), "combine", layer.number, {**query, **result}, 0, written)
-    moe = layer.dense_groups == 0
+    moe = b.model.folds(layer)
     projected = _projected(b, turn, own=True)
     o = {
         "weights": b.weight(f"{p}.o.weights"),
@@ -152,22 +153,23 @@ def _mlp_part(
     Without `after` there is no mlp_tail: the next layer's qkv takes its place.
     """
     p, d = layer.prefix, layer.dims
-    moe = layer.dense_groups == 0
+    moe, folded = layer.dense_groups == 0, b.model.folds(layer)
     quantised = d.fp8_activations
     number = layer.number
     inbox = b.model.inbox
     projected = _projected(b, turn, own=False)
     base = {"live": live, "rows": rows_}
     index = number if number != DRAFT else len(b.model.layers)
+    forced_ids = Ref("forced_ids", index * ROWS * d.top_k * 4) if forced and moe else 0
     b.add(
-        rows.attn_tail(d, rows_, moe=moe),
+        rows.attn_tail(d, rows_, moe=folded),
         "attn_tail",
         number,
         {
             **base,
             "o": projected["o"],
-            "router_attended": projected["router_attended"] if moe else 0,
-            "router_residual": projected["router_residual"] if moe else 0,
+            "router_attended": projected["router_attended"] if folded else 0,
+            "router_residual": projected["router_residual"] if folded else 0,
             "residual": Ref("residual", 0),
             "attn_out_norm": b.weight(f"{p}.attn_out_norm"),
             "ffn_norm": b.weight(f"{p}.ffn_norm"),
@@ -178,18 +180,20 @@ def _mlp_part(
             "expert_ids": Ref("expert_ids", 0),
             "expert_weights": Ref("expert_weights", 0),
             "inner_max": Ref("inner_max", 0) if quantised else 0,
-            "forced_ids": Ref("forced_ids", index * ROWS * d.top_k * 4) if forced and moe else 0,
+            "forced_ids": forced_ids if folded else 0,
             "ranks": d.ranks,
             "attn_scale": layer.attn_scale,
-            "normed32": 0,
+            "normed32": Ref("ffn_normed32") if moe and not folded else 0,
             "inverse": entry.inverse,
-            "routed": Ref("routed", 0) if moe else 0,
+            "routed": Ref("routed", 0) if folded else 0,
             "inner": Ref("inner", 0) if moe and not quantised else 0,
             "polled": int(inbox is not None or b.model.polls(number)),
         },
         0,
         rows_ * d.hidden * 6,
     )
+    if moe and not folded:
+        add_routing(b, layer, base, forced_ids)
     share = layer.dense_groups / (layer.dense_groups or 1) if not moe else min(1.0, _distinct(b, rows_) / d.experts)
     add_experts(b, layer, turn, base, share)
     if after is None:

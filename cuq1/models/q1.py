@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import attention, draft, head
+from cuq1.cuda.kernels import attention, draft, head, prefill
 from cuq1.models.inbox import Inbox
 from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
 from cuq1.plan.types import Buffer, Ref
@@ -93,7 +93,7 @@ class Model:
 
     capacity: positions of a full layer's cache, a multiple of 64. sms: multiprocessors of the GPU.
     fp8_activations: the experts' inputs are quantised to E4M3 with a scale a row. place: the rank's number among the
-    `dims.ranks` that exchange.
+    `dims.ranks` that exchange. folded: routing is (laboratory: where not, see cuq1.models.routing).
     """
 
     config: Q1Config
@@ -108,6 +108,7 @@ class Model:
     weights: Weights
     fp8_activations: bool = False
     place: int = 0
+    folded: bool = True
 
     @property
     def inbox(self) -> Inbox | None:
@@ -135,6 +136,10 @@ class Model:
         """Whether a pass at positions done, done + 1, … may use the plans for short contexts."""
         return done + ROWS <= self.short_context
 
+    def folds(self, layer: Layer) -> bool:
+        """Whether a layer's router is part of o_proj and of the attention tail."""
+        return self.folded and layer.dense_groups == 0
+
     def polls(self, number: int) -> bool:
         """Whether a layer's attention tail polls for what o_proj writes: the layer before then makes that NOT_READY.
 
@@ -155,10 +160,12 @@ def resolve(
     fp8_activations: bool = False,
     ranks: int = 1,
     place: int = 0,
+    folded: bool = True,
 ) -> Model:
     """The model of one rank; capacity defaults to the whole context.
 
     ranks: how many exchange their results, of which this is number `place`; with 1 the others' are taken as zero.
+    folded: as in Model.
     """
     positions = (config.max_position_embeddings if capacity is None else capacity) + SLACK
     slots = -(-positions // KV_TILE) * KV_TILE
@@ -197,7 +204,7 @@ def resolve(
     )
     dims = replace(dims_of(config, tp), ranks=ranks)
     return Model(
-        config, draft_config, tp, rank, slots, sms, dims, layers, drafter, weights, fp8_activations, place=place
+        config, draft_config, tp, rank, slots, sms, dims, layers, drafter, weights, fp8_activations, place, folded
     )
 
 
@@ -222,6 +229,13 @@ def projected(d: Dims) -> dict[str, Ref]:
         "router_attended": Ref("o", after),
         "router_residual": Ref("o", after + ROWS * d.experts * 4),
     }
+
+
+def _unfolded_buffers(d: Dims) -> tuple[Buffer, ...]:
+    return (
+        buffer_of("ffn_normed32", (ROWS, d.hidden), "float32"),
+        buffer_of("router_logits", (prefill.router_splits(d), ROWS, d.experts), "float32"),
+    )
 
 
 def working_buffers(model: Model) -> list[Buffer]:
@@ -269,4 +283,5 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("top_values", (ROWS, pieces, MAX_TOP_K), f32),
         buffer_of("top_ids", (ROWS, pieces, MAX_TOP_K), i32),
         *(model.inbox.buffers() if model.inbox is not None else ()),
+        *(() if model.folded else _unfolded_buffers(d)),
     ]
