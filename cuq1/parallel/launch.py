@@ -26,16 +26,20 @@ from types import FrameType
 
 from cuq1.cli import Parser, guarded
 from cuq1.errors import LaunchError, RequestError
+from cuq1.parallel.leftovers import Leftovers
 from cuq1.parallel.output import Relay
 from cuq1.parallel.processes import Guard, Process
 from cuq1.parallel.rendezvous import ADDRESS, RANK, SECRET, WORLD, split_address
 from cuq1.parallel.server import Fault, Server
 from cuq1.parallel.wire import MAX_WORLD
 
-GRACE_SECONDS = 3.0  # from the first signal to SIGKILL
+# Of a failure: a run is over within 10 seconds of it, at the default heartbeat even if a rank fell silent, the others
+# heed no SIGTERM, and one cannot be killed.
+GRACE_SECONDS = 2.0  # from the first signal to SIGKILL
 LAST_WORDS_SECONDS = 1.0  # for the rank at fault to end by itself, with its own message and status
-KILL_SECONDS = 2.0  # for the kernel to end what it was told to kill
-DRAIN_SECONDS = 1.0  # for output that is still in pipes
+KILL_SECONDS = 1.5  # at least, for the kernel to end what it was told to kill
+END_SECONDS = 8.5  # from the failure, until when a killed rank is waited for: a GPU's memory takes time to give back
+DRAIN_SECONDS = 0.5  # for output that is still in pipes
 TICK_SECONDS = 0.1
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +52,7 @@ class Launch:
         self._command, self._world = command, world
         self._address, self._timeout, self._heartbeat = address, timeout, heartbeat
         self._interrupts: list[int] = []
+        self._deadline = 0.0  # until when the end of killed ranks may be waited for
         self._ranks: list[Process] = []
 
     def run(self) -> int:
@@ -69,6 +74,7 @@ class Launch:
             stack.enter_context(self._signals())
             self._relay = Relay(self._selector, sys.stderr.fileno())
             stack.callback(self._relay.close)
+            stack.callback(Leftovers().clear)
             guard = Guard()
             stack.callback(guard.close)
             stack.callback(self._end)
@@ -122,6 +128,7 @@ class Launch:
     def _stop(self, fault: Fault) -> None:
         """Stop every rank: as the user did, or with SIGTERM, and after a while with SIGKILL."""
         begun = time.monotonic()
+        self._deadline = begun + END_SECONDS - (self._heartbeat if fault.silent else 0.0)
         gentle = self._interrupts[0] if self._interrupts else signal.SIGTERM
         heard = len(self._interrupts)
         for process in self._ranks:
@@ -141,7 +148,7 @@ class Launch:
         """Whatever happened: kill what still runs, and what ranks have left behind, and hand on the last output."""
         for process in self._ranks:
             process.signal(signal.SIGKILL)
-        limit = time.monotonic() + KILL_SECONDS
+        limit = max(time.monotonic() + KILL_SECONDS, self._deadline)
         while self._running() and time.monotonic() < limit:
             self._step()
         for process in self._ranks:

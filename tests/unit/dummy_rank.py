@@ -32,6 +32,11 @@ def misbehave(mode, folder, rank):
         os.kill(os.getpid(), signal.SIGSTOP)
     if mode == "raise":
         raise RuntimeError("no such layer")
+    if mode == "memory":  # as NCCL, killed before the others have mapped it
+        while not (folder / "shm" / "other").exists():
+            time.sleep(0.02)
+        os.close(os.open(folder / "shm" / "nccl-mine00", os.O_CREAT))
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         note(folder, f"child{rank}", child.pid)
@@ -42,7 +47,8 @@ def misbehave(mode, folder, rank):
 def main():
     folder, mode, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
     rank = int(os.environ["CUQ1_RANK"])
-    if mode == "stubborn":
+    if mode.startswith("stubborn"):
+        mode = mode.removeprefix("stubborn ")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if mode == "absent" and rank == victim:
@@ -61,9 +67,9 @@ def main():
             meeting.barrier("never")
         except LaunchError as error:
             (folder / f"rank{rank}.heard").write_text(str(error))
-            if mode != "stubborn":
-                raise
-            time.sleep(600)
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+                time.sleep(600)
+            raise
     return 0
 
 

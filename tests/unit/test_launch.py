@@ -1,12 +1,13 @@
 """cuq1-launch with ranks that need no GPU: their output, their failures, and that nothing outlives a run."""
 
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ def pids(folder, count):
     return [int(path.read_text()) for path in folder.glob("*.pid")]
 
 
+def changed(code):
+    """A launcher with something broken or replaced."""
+    imports = "import sys; from pathlib import Path; from cuq1.parallel import launch, leftovers, processes\n"
+    return [sys.executable, "-c", f"{imports}{code}sys.exit(launch.main())"]
+
+
 def gone(folder, count):
     """Whether all of them have ended, soon."""
     found = pids(folder, count)
@@ -146,6 +153,43 @@ def test_ranks_that_ignore_sigterm_are_killed_and_have_heard_why(tmp_path):
     assert gone(tmp_path, 2)
 
 
+def test_the_slowest_end_is_in_time(tmp_path):
+    """With the default limits: a rank falls silent, and the others heed no SIGTERM."""
+    with launched("-n", 3, "--", *DUMMY, tmp_path, "stubborn stop", 1) as process:
+        pids(tmp_path, 3)
+        begun = time.monotonic()
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - begun < SHOWN
+    assert (process.returncode, sentence(err.decode())) == (137, "rank 1 stopped answering: no heartbeat for 5 s")
+    assert gone(tmp_path, 3)
+
+
+IMMORTAL = "processes.Process.poll = lambda self, poll=processes.Process.poll: self.rank != 1 and poll(self)\n"
+
+
+def test_a_rank_that_cannot_be_killed_is_named_in_time(tmp_path):
+    """Its end is never seen here, as that of one which waits for a device in the kernel."""
+    with launched("-n", 3, "--", *DUMMY, tmp_path, "stubborn stop", 1, prefix=changed(IMMORTAL)) as process:
+        pids(tmp_path, 3)
+        begun = time.monotonic()
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - begun < SHOWN
+    found = "rank 1 stopped answering: no heartbeat for 5 s; ranks that cannot be killed: 1"
+    assert (process.returncode, sentence(err.decode())) == (1, found)
+
+
+def test_a_stopped_rank_is_killed_when_another_fails(tmp_path):
+    with launched("-n", 3, "--heartbeat", 60, "--", *DUMMY, tmp_path, "wait", 0) as process:
+        pids(tmp_path, 3)
+        os.kill(int((tmp_path / "rank2.pid").read_text()), signal.SIGSTOP)
+        os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
+        begun = time.monotonic()
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - begun < SHOWN
+    assert (process.returncode, sentence(err.decode())) == (137, "rank 1 was ended by SIGKILL")
+    assert gone(tmp_path, 3)
+
+
 def test_a_rank_that_never_arrives(tmp_path):
     status, _, err = run("-n", 3, "--timeout", 1, "--", *DUMMY, tmp_path, "absent", 2)
     assert sentence(err) == "rank 2 did not arrive at barrier 'met' within 1 s; rank 2 never joined"
@@ -206,11 +250,10 @@ UNGUARDED = "processes.Guard.watch = lambda self, process: None\n"
 @pytest.mark.parametrize("broken", ["", UNBOUND, UNGUARDED, UNBOUND + UNGUARDED])
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, broken, below_a_shell):
     """They heed no signal and have not joined: the kernel ends the rank's own process, the guard all of its group."""
-    changed = f"import sys; from cuq1.parallel import launch, processes\n{broken}sys.exit(launch.main())"
     command = [sys.executable, "-c", HEEDLESS, tmp_path]
     if below_a_shell:
         command = ["sh", "-c", '"$@"; true', "sh", *command]
-    with launched("-n", 2, "--", *command, prefix=[sys.executable, "-c", changed]) as process:
+    with launched("-n", 2, "--", *command, prefix=changed(broken)) as process:
         found = pids(tmp_path, 2)
         process.kill()
         process.wait()
@@ -225,11 +268,54 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, broken, below_a_shel
 
 
 def test_a_rank_notices_by_its_connection_that_the_launcher_is_killed(tmp_path):
-    changed = f"import sys; from cuq1.parallel import launch, processes\n{UNBOUND + UNGUARDED}sys.exit(launch.main())"
-    with launched("-n", 2, "--", *DUMMY, tmp_path, "wait", 0, prefix=[sys.executable, "-c", changed]) as process:
+    with launched("-n", 2, "--", *DUMMY, tmp_path, "wait", 0, prefix=changed(UNBOUND + UNGUARDED)) as process:
         pids(tmp_path, 2)
         process.kill()
         assert gone(tmp_path, 2)
+
+
+UNCLEARED = "leftovers.Leftovers.clear = lambda self: None\n"
+HEEDLESS_OF_OTHERS = "leftovers._used = lambda names: set()\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "left"),
+    [
+        ("", {"nccl-before", "nccl-opened", "nccl-mapped", "other"}),
+        (UNCLEARED, {"nccl-before", "nccl-opened", "nccl-mapped", "nccl-mine00", "other"}),
+        (HEEDLESS_OF_OTHERS, {"nccl-before", "other"}),
+    ],
+)
+def test_shared_memory_of_a_killed_rank_is_removed_and_nobody_elses(tmp_path, broken, left):
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    (folder / "nccl-before").touch()
+    redirected = f"leftovers.Leftovers.__init__.__defaults__ = (Path({str(folder)!r}),)\n"
+    with launched("-n", 2, "--", *DUMMY, tmp_path, "memory", 1, prefix=changed(redirected + broken)) as process:
+        pids(tmp_path, 1)
+        (folder / "other").touch()
+        with (folder / "nccl-mapped").open("wb+") as file:  # of a run beside this one
+            file.truncate(4096)
+            mapped = mmap.mmap(file.fileno(), 4096)
+        with (folder / "nccl-opened").open("wb+"), mapped:
+            _, err = process.communicate(timeout=60)
+    assert (process.returncode, sentence(err.decode())) == (137, "rank 1 was ended by SIGKILL")
+    assert {path.name for path in folder.iterdir()} == left
+
+
+def test_launches_that_start_at_once(tmp_path):
+    """Each with ports, secrets and ranks of its own: one of them fails, and the others do not notice."""
+    folders = [tmp_path / str(number) for number in range(4)]
+    with ExitStack() as stack:
+        runs = []
+        for number, folder in enumerate(folders):
+            folder.mkdir()
+            mode = ["exit7", 0] if number == 1 else ["print"]
+            runs.append(stack.enter_context(launched("-n", 3, "--", *DUMMY, folder, *mode)))
+        assert [process.wait(60) for process in runs] == [0, 7, 0, 0]
+        outputs = [process.stdout.read() for process in runs]
+    assert outputs == [b"first\nsecond\n", b"", b"first\nsecond\n", b"first\nsecond\n"]
+    assert all(gone(folder, 3) for folder in folders)
 
 
 def test_two_launches_side_by_side(tmp_path):
