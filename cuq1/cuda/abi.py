@@ -125,6 +125,10 @@ class Record(Structure):
     _fields_ = fields("Record")
 
 
+class ExchangeFound(Structure):
+    _fields_ = fields("ExchangeFound")
+
+
 class Loop(Structure):
     _fields_ = fields("Loop")
 
@@ -152,6 +156,8 @@ AcceptArgs = _structure("AcceptArgs")
 DraftSampleArgs = _structure("DraftSampleArgs")
 EhProjArgs = _structure("EhProjArgs")
 RearmArgs = _structure("RearmArgs")
+ExchangeProbeArgs = _structure("ExchangeProbeArgs")
+ExchangePushArgs = _structure("ExchangePushArgs")
 BandwidthArgs = _structure("BandwidthArgs")
 PackArgs = _structure("PackArgs")
 FoldArgs = _structure("FoldArgs")
