@@ -1,76 +1,66 @@
 """Compiles a model's kernels into ptx/, so that a machine without NVRTC, or with CUQ1_NO_JIT=1, can run it.
 
-    python -m tools.build_ptx cuq1/assets/iquest-q1 --tp 8 [--arch sm_90a] [--out ptx] [--check]
+    python -m tools.build_ptx cuq1/assets/iquest-q1 --tp 8 [--arch sm_90a] [--out ptx] [--add] [--check]
 
-What builds a wheel or an image calls this first. ptx/MANIFEST.json lists every cubin under the hash of what it was
-compiled from; a cubin whose sources have changed since is not used, and `--check` (exit status 1) names what is
-missing.
+What builds a wheel or an image calls this first, and with `--add` for each further model. ptx/MANIFEST.json lists every
+cubin under the hash of what it was compiled from; a cubin whose sources have changed since is not used, and `--check`
+(exit status 1) names what is missing.
 """
 
 import argparse
-import importlib
 import json
-import pkgutil
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import cuq1.cuda.kernels
 from cuq1.cli import Parser, guarded
 from cuq1.config import load_config
 from cuq1.cuda import compile as jit
 from cuq1.cuda.folders import folder
+from cuq1.cuda.kernels import packing
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
-from cuq1.models import decode, prefill, q1
-from cuq1.plan.dims import ROWS, Dims
+from cuq1.models import decode, loop, prefill, q1
+from cuq1.plan.dims import ROWS
 from cuq1.plan.kernel import Kernel
 
 
-def families() -> dict[str, Any]:
-    """The modules of cuq1.cuda.kernels that list kernels, by name."""
-    modules = {
-        found.name: importlib.import_module(f"cuq1.cuda.kernels.{found.name}")
-        for found in pkgutil.iter_modules(cuq1.cuda.kernels.__path__)
-    }
-    return {name: module for name, module in modules.items() if hasattr(module, "kernels")}
-
-
-def family_kernels(dims: Dims) -> list[Kernel]:
-    """Every kernel that the families list for a share."""
-    return [kernel for module in families().values() for kernel in module.kernels(dims)]
-
-
 def model_kernels(folder: Path, tp: int) -> list[Kernel]:
-    """Every kernel that a rank of `tp` launches: rounds of any shape, prompts, and loading."""
+    """Every kernel that a rank of `tp` launches, which exchange: rounds of any shape, prompts, and loading."""
     config, draft = load_config(folder)
     drafts = draft.num_draft_slots if draft is not None else 0
     layout = weights_plan(config, draft, tp, 0)
     found: dict[Kernel, None] = {}
-    for capacity in (config.sliding_window, config.max_position_embeddings):
-        model = q1.resolve(config, draft, layout, tp=tp, rank=0, capacity=capacity)
-        plans = [
-            decode.round_of(model, rows, drafts, short=short) for rows in range(1, ROWS + 1) for short in (False, True)
-        ]
-        plans += [
-            decode.round_of(model, 1, 0),
-            decode.first_of(model, drafts),
-            decode.target_of(model, ROWS),
-            decode.logits_of(model),
-        ]
+    capacities = (config.sliding_window, config.max_position_embeddings)
+    for capacity, fp8 in product(capacities, {False, config.fp8_block is not None}):
+        model = q1.resolve(config, draft, layout, tp=tp, rank=0, capacity=capacity, fp8_activations=fp8, ranks=tp)
+        shapes = list(product(range(1, ROWS + 1), (False, True)))
+        plans = [decode.round_of(model, rows, drafts, short=short) for rows, short in shapes]
+        plans += [decode.target_of(model, rows, short=short) for rows, short in shapes]
+        plans += [decode.round_of(model, 1, 0), decode.first_of(model, drafts), decode.logits_of(model)]
+        if drafts:
+            plans += [decode.depth_of(model, 0, settle_only=True)]
+            plans += [decode.depth_of(model, depth) for depth in range(drafts)]
+            plans += [loop.depth_of(model, depth) for depth in range(drafts)]
+        plans += [loop.round_of(model, rows, drafts, short=short) for rows, short in shapes]
+        plans += [loop.first_of(model, drafts)]
         chunk = prefill.Chunk(0, prefill.CHUNK, 0, prefill.CHUNK if drafts else 0)
         plans.append(prefill.chunk_plan(model, chunk))
         plans.append(prefill.plan_of(model, [prefill.logits_step(model)], prefill.Chunk(0, prefill.SCORED)))
         found |= {kernel: None for plan in plans for kernel in plan.kernels()}
-        found |= dict.fromkeys(family_kernels(model.dims))
+        found |= dict.fromkeys(packing.kernels(model.dims))
     return list(found)
 
 
-def build(kernels: Sequence[Kernel], arch: str, out: Path) -> dict[str, Any]:
-    """Fills `out` and returns the manifest. Raises DeviceError for a kernel that is over its budget."""
+def build(kernels: Sequence[Kernel], arch: str, out: Path, *, add: bool = False) -> dict[str, Any]:
+    """Fills `out`, beside what it lists with `add`, and returns the manifest.
+
+    Raises DeviceError for a kernel that is over its budget.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    cubins: dict[str, Any] = {}
+    cubins: dict[str, Any] = _listed(out) if add else {}
     for kernel in kernels:
         compiled = jit.compile_kernel(kernel, arch)
         problem = jit.over_budget(kernel, compiled)
@@ -102,10 +92,14 @@ def _figures(compiled: jit.Cubin) -> dict[str, int]:
     return {"registers": compiled.registers, "spills": compiled.spills, "static_smem": compiled.smem}
 
 
+def _listed(out: Path) -> dict[str, Any]:
+    path = out / "MANIFEST.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))["cubins"]) if path.is_file() else {}
+
+
 def missing(kernels: Sequence[Kernel], arch: str, out: Path) -> list[str]:
     """The sources of kernels that `out` holds no cubin for, as they stand now."""
-    path = out / "MANIFEST.json"
-    cubins = json.loads(path.read_text(encoding="utf-8"))["cubins"] if path.is_file() else {}
+    cubins = _listed(out)
     lacking = set()
     for kernel in kernels:
         entry = cubins.get(jit.digest(kernel, arch))
@@ -117,20 +111,24 @@ def missing(kernels: Sequence[Kernel], arch: str, out: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools.build_ptx", description="Compiles a model's kernels ahead of time.")
     parser.add_argument("dir", type=Path, nargs="+", help="folders with config.json")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], metavar="N", help="tensor-parallel ranks, one number or several (1)"
+    )
     parser.add_argument("--arch", default="sm_90a", help="default %(default)s")
     parser.add_argument("--out", type=Path, default=folder("ptx"), help="default %(default)s")
+    parser.add_argument("--add", action="store_true", help="keep what the folder lists already")
     parser.add_argument("--check", action="store_true", help="only say whether every cubin is there and current")
     return guarded("tools.build_ptx", lambda: _run(parser.parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
-    kernels = list(dict.fromkeys(kernel for folder in args.dir for kernel in model_kernels(folder, args.tp)))
+    shares = product(args.dir, args.tp)
+    kernels = list(dict.fromkeys(kernel for folder, tp in shares for kernel in model_kernels(folder, tp)))
     if args.check:
         lacking = missing(kernels, args.arch, args.out)
         print("\n".join([f"no current cubin of {name}" for name in lacking] or [f"{args.out} is complete"]))
         return 1 if lacking else 0
-    cubins = build(kernels, args.arch, args.out)["cubins"]
+    cubins = build(kernels, args.arch, args.out, add=args.add)["cubins"]
     size = sum((args.out / entry["file"]).stat().st_size for entry in cubins.values())
     print(f"{len(cubins)} cubins, {size / 1e6:.1f} MB, in {args.out}")
     return 0
