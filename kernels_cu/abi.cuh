@@ -341,7 +341,7 @@ struct TopKArgs {
     int rows;
     const float* logits;     // [ROWS][VOCAB]
     float* values;           // [ROWS][PIECES][MAX_TOP_K]
-    int* ids;                // [ROWS][PIECES][MAX_TOP_K], of the whole vocabulary; -1 beyond a piece's end
+    int* ids;                // [ROWS][PIECES][MAX_TOP_K], of the whole vocabulary
     int first_id;            // the rank's first vocabulary row
     int reserved;
     const int64_t* peers;    // [RANKS]: values and ids go to every rank's inbox, the rank's own list of a row at
@@ -421,7 +421,7 @@ struct Loop {
     uint64_t launched;
     uint64_t drafted_first;
     int ran[ROWS];           // [n]: executions of the control kernel after n drafts
-    int agreed[STATUS_WORDS];  // where there are several ranks, by accept: any rank's `ended`, the least `taken`, `read`
+    int agreed[STATUS_WORDS];  // of several ranks, by accept: what any has in STATUS_ENDED, the least taken, the least read
 };
 
 // What host and control kernels tell each other, in host memory. A word of the log stands beside its record's number
@@ -456,12 +456,12 @@ struct AcceptArgs {
     int layer;
     int rows;                // verified rows: drafts + 1
     State* state;
-    const float* values;     // [ROWS][ranks * PIECES][MAX_TOP_K]
-    const int* ids;
+    float* values;           // [ROWS][ranks * PIECES][MAX_TOP_K]; of several ranks, NOT_READY again afterwards
+    int* ids;
     int pieces;              // ranks * PIECES
     int first;               // 1: row 0 follows the prompt; draw the request's first token, which is then pending
-    int* statuses;           // [RANKS][STATUS_WORDS], this rank's inbox; or null
-    Loop* loop;              // where what the ranks agree on goes, with statuses; or null
+    int* statuses;           // [RANKS][STATUS_WORDS], this rank's inbox, NOT_READY again afterwards; not read where
+    Loop* loop;              // there is no loop, in which what the ranks agree on goes; or null
 };
 
 // Draws draft `depth` and prepares the next depth, or ends drafting.
@@ -471,8 +471,8 @@ struct DraftSampleArgs {
     int layer;
     int rows;
     State* state;
-    const float* values;     // [ROWS][ranks * PIECES][MAX_TOP_K], row 0
-    const int* ids;
+    float* values;           // [ROWS][ranks * PIECES][MAX_TOP_K], row 0; of several ranks, NOT_READY again afterwards
+    int* ids;
     int pieces;
     int depth;
 };

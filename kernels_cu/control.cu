@@ -13,8 +13,13 @@
 // launched it has ended, so the launch comes first and the log after. A cancellation or a fault that is seen too late for
 // this round ends the next one. Whether the request ends is known before another depth is launched: nobody would verify
 // what it drafts.
+//
+// Of several ranks, all have to end their chains at the same round, or some would wait for what the others never push:
+// what counts is what their hosts and faults have told each other with the round's candidates (top_k, accept), which is
+// the same on all. Only where a peer's part is missing there is nobody left to agree with.
 #include "abi.cuh"
 #include "common/clock.cuh"
+#include "common/exchange.cuh"
 #include "common/pdl.cuh"
 
 constexpr uint32_t EVERYBODY = 0xffffffffu;
@@ -59,9 +64,11 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
     Loop& loop = *a.loop;
     const State& state = *a.state;
 
+#if RANKS == 1
     const volatile Mirror& host = *a.mirror;
     const int cancel = host.cancel, taken = host.taken;
     const uint32_t read = host.read;
+#endif
     const int fault = *reinterpret_cast<const volatile int*>(&a.fault->what);
     const uint64_t graph = __ldcg(&loop.graphs[lane]);
     const int stop = __ldcg(&loop.stops[lane]);
@@ -82,6 +89,10 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
     const int more = a.made < MAX_DRAFTS ? __ldcg(&state.depth_rows[a.made]) : 0;
     const int drafts = __ldcg(&state.drafts), done = __ldcg(&state.done);
     if (a.made == 0) outcome = judge(state, stop, budget, lane);  // accept may be the launch before
+#if RANKS > 1  // accept may be the launch before
+    const int ended = __ldcg(&loop.agreed[STATUS_ENDED]), taken = __ldcg(&loop.agreed[STATUS_TAKEN]);
+    const int cancel = ended & 1, read = __ldcg(&loop.agreed[STATUS_READ]);
+#endif
     const int token = outcome.token;
     int count = outcome.count, reason = outcome.reason;
     const int drafted = __ldcg(&state.log_drafted), accepted = __ldcg(&state.log_accepted);
@@ -107,9 +118,14 @@ extern "C" __global__ void __launch_bounds__(WARP) control(const __grid_constant
 
     if (reason == END_NONE && cancel != 0) reason = END_CANCELLED;
     // The next round writes rows up to done + ROWS, and drafts up to ROWS positions beyond those.
-    const bool behind = done + 2 * ROWS - taken > room || written + 1 - read >= LOG_RECORDS;
+#if RANKS > 1
+    const bool full = ((written + 1 - read) & 0x7fffffffu) >= LOG_RECORDS, broken = ended > 1 || fault == FAULT_PEER;
+#else
+    const bool full = written + 1 - read >= LOG_RECORDS, broken = fault != 0;
+#endif
+    const bool behind = done + 2 * ROWS - taken > room || full;
     if (reason == END_NONE && behind) reason = END_PAUSED;
-    if (fault != 0) reason = END_FAULT;
+    if (broken) reason = END_FAULT;
     if (status != 0) reason = END_LAUNCH;
 
     const bool is_short = done + ROWS <= short_context;

@@ -4,7 +4,7 @@
 //            piece b % EH_SPLITS, of which the first half belong to the embedding. Arrays 16-byte aligned. Tokens,
 //            hidden_rows and hidden states are read after pdl_wait(); weights, norms and the table stay as they are.
 //   Reads EH_ROWS * HIDDEN * 4 bytes of weights once, and in each block its piece of the operand rows; writes
-//   EH_SPLITS * rows * EH_ROWS * 4.
+//   EH_SPLITS * rows * EH_ROWS * 4; of several ranks, each pushes that to every rank's `out` (common/exchange.cuh).
 //
 // Each lane holds its weights in registers before pdl_wait(): all of the kernel's bytes are in flight while the
 // sampler, one block, runs. After it, a lane reads just the operand values that its own MMAs take: a block has one
@@ -12,6 +12,7 @@
 // of squares needs all of its half: the half's pieces are a cluster, and send each other their parts of it
 // (common/cluster.cuh). Reading the whole half in each block took 2 to 5 us more.
 #include "common/cluster.cuh"
+#include "common/exchange.cuh"
 #include "common/fault.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
@@ -60,6 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) eh_proj(const __grid_const
         w[i] = load_weights(weights + i * 512 + lane * 16);
         norm[i] = __ldg(reinterpret_cast<const float4*>(norms + (chunk + i) * 16 + t * 4));
     }
+#if RANKS > 1
+    const Peers peers(a.peers);
+#endif
     if (PIECES > 1) cluster_sync();
     pdl_wait();
     pdl_trigger();
@@ -125,6 +129,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) eh_proj(const __grid_const
     float out = 0.0f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) out += products[i][out_row][row];
-    a.out[(int64_t(piece) * ROWS + row) * HIDDEN + a.first_row + tile * 16 + out_row] = out;
+    float* const to = &a.out[(int64_t(piece) * ROWS + row) * HIDDEN + a.first_row + tile * 16 + out_row];
+#if RANKS > 1
+    peers.push(to, out);
+#else
+    *to = out;
+#endif
     if (!is_finite(out)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_EH_PROJ, a.layer);
 }

@@ -19,8 +19,10 @@
 // the projection's sums and the last warp divides. Halves have few exponents, so a warp's columns of a token are
 // brought to [1, 2) by a power of two, which multiplies its sums: no bit is lost whatever x's size. Each head's cluster
 // writes a row of the residual, x w with 1 / rms(x) beside it: its readers come two launches later and more.
+// Pieces that come from several ranks, EH_ROWS columns of each, are polled after the wait; down makes them NOT_READY.
 #include "abi.cuh"
 #include "common/copy.cuh"
+#include "common/exchange.cuh"
 #include "common/kv.cuh"
 #include "common/pdl.cuh"
 #include "common/projection.cuh"
@@ -133,11 +135,48 @@ struct Entry {
     // Memory that exists, also for tokens from `rows` on.
     __device__ __forceinline__ int row(const QkvArgs& a) const { return min_int(token, a.rows - 1); }
 
+#if RANKS > 1 && ENTRY_PIECES > 0
+    // Whether peers push the pieces of the lane's columns j: only those of live rows come, and of ranks that exchange.
+    __device__ __forceinline__ bool comes(const QkvArgs& a, int live, int j) const {
+        return token < (a.live != nullptr ? min_int(live, a.rows) : a.rows) &&
+               (column + j * TOKEN_LANES * 4) / EH_ROWS < RANKS;
+    }
+
+    // The pieces of the lane's columns, and *live. All are asked for at once.
+    __device__ __forceinline__ int receive(const QkvArgs& a, float4 (&parts)[ENTRY_PIECES][VECTORS]) const {
+        int live, missing;
+        PeerPolls polls;
+        do {
+#pragma unroll
+            for (int p = 0; p < ENTRY_PIECES; ++p) {
+#pragma unroll
+                for (int j = 0; j < VECTORS; ++j) {
+                    parts[p][j] =
+                        load_pushed_4(a.pieces + (p * ROWS + row(a)) * HIDDEN + column + j * TOKEN_LANES * 4);
+                }
+            }
+            live = load_l2_int(a.live != nullptr ? a.live : a.positions);
+            missing = -1;
+#pragma unroll
+            for (int j = 0; j < VECTORS; ++j) {
+                bool here = true;
+#pragma unroll
+                for (int p = 0; p < ENTRY_PIECES; ++p) here &= has_come(parts[p][j]);
+                if (a.polled && !here && comes(a, live, j)) missing = (column + j * TOKEN_LANES * 4) / EH_ROWS;
+            }
+        } while (polls.again(missing, a.fault, KERNEL_QKV, a.layer));
+        return live;
+    }
+#endif
+
     // tokens: the group's halves. Ends with its barrier for all SHARERS warps.
     __device__ __forceinline__ void run(const QkvArgs& a, Shared& shared, uint8_t* tokens, int group, int head) {
         const int lane = threadIdx.x % WARP;
         if (token < ROWS) {  // of whole warps
             float4 parts[ENTRY_PIECES > 0 ? ENTRY_PIECES : 1][VECTORS];
+#if RANKS > 1 && ENTRY_PIECES > 0
+            const int live = receive(a, parts);
+#else
 #pragma unroll
             for (int p = 0; p < ENTRY_PIECES; ++p) {
 #pragma unroll
@@ -147,6 +186,7 @@ struct Entry {
                 }
             }
             const int live = load_l2_int(a.live != nullptr ? a.live : a.positions);
+#endif
             float most = 0.0f, squares = 0.0f;
             float4 x[VECTORS], scaled[VECTORS];
 #pragma unroll
@@ -156,6 +196,9 @@ struct Entry {
                 for (int p = 1; p < ENTRY_PIECES; ++p) {
                     x[j].x += parts[p][j].x, x[j].y += parts[p][j].y, x[j].z += parts[p][j].z, x[j].w += parts[p][j].w;
                 }
+#if RANKS > 1 && ENTRY_PIECES > 0
+                if (a.polled && !comes(a, live, j)) x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // others add nothing
+#endif
                 if (ENTRY_BASE) {
                     x[j].x = fmaf(a.entry_scale, x[j].x, base[j].x), x[j].y = fmaf(a.entry_scale, x[j].y, base[j].y);
                     x[j].z = fmaf(a.entry_scale, x[j].z, base[j].z), x[j].w = fmaf(a.entry_scale, x[j].w, base[j].w);

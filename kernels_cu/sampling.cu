@@ -2,10 +2,13 @@
 //
 // PRECOND  grid: a block a request (the engine launches one): block b has state[b] and candidate lists
 //          [b][ROWS][pieces][MAX_TOP_K]. accept: ROWS * ROW_WARPS warps; draft_sample: ROW_WARPS + 1 warps. The lists are the
-//          predecessor's (or the exchange's), sorted, as top_k writes them. pieces may be any number; ROW_WARPS, a
-//          power of two, is chosen for it. The State and *live were written at least two launches ago (lm_head and top_k
-//          lie between any two of these kernels), so that all of them are read in the prologue.
-// READS    pieces * 256 bytes a row, and the State.  WRITES  the State alone.
+//          predecessor's, sorted, as top_k writes them. pieces may be any number; ROW_WARPS, a power of two, is chosen
+//          for it. The State and *live were written at least two launches ago (lm_head and top_k lie between any two of
+//          these kernels), so that all of them are read in the prologue.
+//          Of several ranks: pieces is RANKS, and the lists are what all ranks push. live and rows are top_k's, on all of
+//          them. Where `statuses` and `loop` are given, top_k has `mirror` and `status` on all of them, and the grid is 1.
+// READS    pieces * 256 bytes a row, and the State.  WRITES  the State alone; of several ranks also NOT_READY over all
+//          that it has read, and loop->agreed.
 //
 // Why so: both are pure latency, once to eight times a round. A row's lists are merged by ROW_WARPS warps with shuffles,
 // all rows at once; then one warp a row has the distribution in its lanes, and each row decides and, where its
@@ -13,14 +16,21 @@
 // Doubles are used for at most 32 candidates a row. Random numbers, and all that the stop rule takes from earlier
 // drafts, are computed while the predecessor runs. What the rule wants to know of the last draft is computed by a warp of
 // its own while another draws.
+//
+// Of several ranks, each merges all lists in the order of ranks and draws with the same number, so that all have the same
+// token without telling each other. A list's word is read by one thread, which makes it NOT_READY again, and every word
+// that top_k pushed is read, also where nothing is to be drawn: what is left would be taken for the next round's.
 #include "abi.cuh"
 #include "common/clock.cuh"
+#include "common/exchange.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 #include "common/sampling.cuh"
 
 static_assert(MAX_TOP_K == WARP, "a candidate a lane");
 static_assert((ROW_WARPS & (ROW_WARPS - 1)) == 0 && ROWS * ROW_WARPS * WARP <= 1024, "a tree of merges, in one block");
+static_assert(RANKS == 1 || (ROW_WARPS > 1 && RANKS <= 4 * ROW_WARPS), "one reader a list, four lists a warp");
+static_assert(RANKS * STATUS_WORDS <= WARP, "a status word a lane");
 
 typedef Key Lists[ROW_WARPS][WARP];
 
@@ -28,17 +38,55 @@ __device__ __forceinline__ Key load_key(const float* values, const int* ids, int
     return make_key(values[piece * MAX_TOP_K + lane], ids[piece * MAX_TOP_K + lane]);
 }
 
-// The 32 largest of a row's lists, sorted, to the row's warp 0. All threads of the block take part; a row that
-// is not `wanted` reads nothing.
-__device__ __forceinline__ Key merged(const float* values, const int* ids, int pieces, bool wanted, Lists& lists, int part,
+// Of the ranks' lists those that are this warp's, as they come. NO_KEY for what never came, which is reported.
+__device__ __forceinline__ void receive_keys(Key (&keys)[4], float* values, int* ids, int part, int lane, Fault* fault,
+                                             int kernel, int layer) {
+    float value[4];
+    int id[4], missing;
+    PeerPolls polls;
+    do {
+        missing = -1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int rank = part + i * ROW_WARPS;
+            value[i] = rank < RANKS ? load_pushed(values + rank * MAX_TOP_K + lane) : 0.0f;
+            id[i] = rank < RANKS ? load_pushed(ids + rank * MAX_TOP_K + lane) : 0;
+        }
+#pragma unroll
+        for (int i = 3; i >= 0; --i) {
+            if (!has_come(value[i]) || !has_come(id[i])) missing = part + i * ROW_WARPS;
+        }
+    } while (polls.again(missing, fault, kernel, layer));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int rank = part + i * ROW_WARPS;
+        const bool is = rank < RANKS && has_come(value[i]) && has_come(id[i]);
+        keys[i] = is ? make_key(value[i], id[i]) : NO_KEY;
+        if (rank >= RANKS) continue;
+        make_unready(values + rank * MAX_TOP_K + lane);
+        make_unready(ids + rank * MAX_TOP_K + lane);
+    }
+}
+
+// The 32 largest of a row's lists, sorted, to the row's warp 0. All threads of the block take part; a row that is not
+// `wanted` reads nothing. kernel: for reports, with its arguments.
+template <typename Args>
+__device__ __forceinline__ Key merged(const Args& a, int kernel, int64_t first_list, bool wanted, Lists& lists, int part,
                                       int lane) {
+    float* const values = a.values + first_list;
+    int* const ids = a.ids + first_list;
+    const int pieces = RANKS > 1 ? RANKS : a.pieces;
     Key key = NO_KEY;
     for (int first = part; wanted && first < pieces; first += 4 * ROW_WARPS) {
         Key four[4];  // under way together, and merged as a tree
+        if constexpr (RANKS > 1) {
+            receive_keys(four, values, ids, part, lane, a.fault, kernel, a.layer);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int piece = first + i * ROW_WARPS;
-            four[i] = piece < pieces ? load_key(values, ids, piece, lane) : NO_KEY;
+            for (int i = 0; i < 4; ++i) {
+                const int piece = first + i * ROW_WARPS;
+                four[i] = piece < pieces ? load_key(values, ids, piece, lane) : NO_KEY;
+            }
         }
         const bool two = first + ROW_WARPS < pieces;
         const Key some = two ? warp_merge(warp_merge(four[0], four[1], lane), warp_merge(four[2], four[3], lane), lane)
@@ -93,7 +141,43 @@ __device__ __forceinline__ double checked_temperature(float value, double temper
     return 0.0;
 }
 
-extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const __grid_constant__ AcceptArgs a) {
+// A barrier of the block's THREADS, of which some only arrive.
+template <int THREADS>
+__device__ __forceinline__ void all_decided() {
+    asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void nothing_to_decide() {
+    asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
+}
+
+// One warp: what all ranks' hosts and faults say, to loop->agreed. What a rank did not say is all bits set, which ends
+// the request for a fault.
+__device__ __forceinline__ void agree(const AcceptArgs& a, int lane) {
+    const int rank = lane / STATUS_WORDS, kind = lane % STATUS_WORDS;
+    const bool mine = rank < RANKS && kind <= STATUS_READ;
+    int x, missing;
+    PeerPolls polls;
+    do {
+        x = mine ? load_pushed(a.statuses + lane) : 0;
+        missing = has_come(x) ? -1 : rank;
+    } while (polls.again(missing, a.fault, KERNEL_ACCEPT, a.layer));
+    if (mine) make_unready(a.statuses + lane);
+    constexpr int MOST = 0x7fffffff;
+    const int ended = int(__reduce_or_sync(ALL_LANES, mine && kind == STATUS_ENDED ? uint32_t(x) : 0u));
+    const int taken = __reduce_min_sync(ALL_LANES, mine && kind == STATUS_TAKEN ? x : MOST);
+    // Counts of 31 bits that wrap, a log's length apart at the most.
+    const int one = __shfl_sync(ALL_LANES, x, STATUS_READ);
+    const int ahead = int(uint32_t(x - one) << 1) >> 1;
+    const int least = __reduce_min_sync(ALL_LANES, mine && kind == STATUS_READ ? ahead : MOST);
+    if (lane == 0) {
+        a.loop->agreed[STATUS_ENDED] = ended & 3;
+        a.loop->agreed[STATUS_TAKEN] = taken;
+        a.loop->agreed[STATUS_READ] = (one + least) & MOST;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP, RANKS > 1) accept(const __grid_constant__ AcceptArgs a) {
     __shared__ Lists lists[ROWS];
     __shared__ __align__(16) double scratch[ROWS][WARP];
     __shared__ int replacement[ROWS];  // the token drawn in the row, or -1 where its draft stands
@@ -126,7 +210,15 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
     if (rows <= 0) return;
     const int drafted = min_int(drafts, rows - 1);
     const int64_t first_list = (int64_t(blockIdx.x) * ROWS + row) * a.pieces * MAX_TOP_K;
-    const Key key = merged(a.values + first_list, a.ids + first_list, a.pieces, row <= drafted, lists[row], part, lane);
+    // Of several ranks all rows that were pushed, whatever the drafts.
+    const bool wanted = RANKS > 1 ? row < rows : row <= drafted;
+    const Key key = merged(a, KERNEL_ACCEPT, first_list, wanted, lists[row], part, lane);
+    constexpr int THREADS = ROWS * ROW_WARPS * WARP;
+    if (RANKS > 1 && warp == 1) {  // part 1 of row 0: free from here on, and nobody waits for it
+        nothing_to_decide<THREADS>();
+        if (a.statuses != nullptr && a.loop != nullptr) agree(a, lane);
+        return;
+    }
 
     if (part == 0 && row <= drafted) {
         const float value = key_value(key);
@@ -153,7 +245,11 @@ extern "C" __global__ void __launch_bounds__(ROWS* ROW_WARPS* WARP) accept(const
         if (!stands) token = max_int(0, draw(p, u_target, scratch[row], lane));
         if (lane == 0) replacement[row] = token;
     }
-    __syncthreads();  // all rows have decided
+    if (RANKS > 1) {
+        all_decided<THREADS>();
+    } else {
+        __syncthreads();  // all rows have decided
+    }
     if (warp != 0) return;
 
     const int drawn = lane <= drafted ? replacement[lane] : -1;
@@ -252,19 +348,19 @@ extern "C" __global__ void __launch_bounds__((ROW_WARPS + 1) * WARP)
 
     pdl_wait();  // the lists
     pdl_trigger();
-    if (rows <= 0 || depth >= asked.draft_limit) return;  // depth 0 is computed also where no draft is wanted
+    const bool wanted = depth < asked.draft_limit;  // depth 0 is computed also where no draft is
+    if (rows <= 0 || (RANKS == 1 && !wanted)) return;
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
-    const float* values = a.values + first_list;
-    const int* ids = a.ids + first_list;
     Key key;
     if (ROW_WARPS == 1) {
-        key = merged(values, ids, a.pieces, true, lists, 0, lane);
+        key = merged(a, KERNEL_DRAFT_SAMPLE, first_list, true, lists, 0, lane);
     } else {
-        key = merged(values, ids, a.pieces, !watches, lists, part, lane);
+        key = merged(a, KERNEL_DRAFT_SAMPLE, first_list, !watches, lists, part, lane);
         if (part == 0) merged_key[lane] = key;
         __syncthreads();  // the merged list is there
         if (watches) key = merged_key[lane];
     }
+    if (RANKS > 1 && !wanted) return;  // what was pushed has been read
     if (part != 0 && !(watches && automatic)) return;
 
     const float value = key_value(key);

@@ -2,8 +2,9 @@
 //
 // PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's; *live was
 //          written at least two launches ago. The clusters of rows that are not live end at once. One list a row: PIECES
-//          is 1.
-// READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes.
+//          is 1. Of several ranks, each pushes its lists into every rank's inbox, and where `mirror` and `status` are
+//          given, what its host and its kernels have to say: grid (BLOCKS, ROWS + 1).
+// READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes; of several ranks, to each of them.
 //
 // Why so: a row's cluster spreads the reading over eight multiprocessors and meets in shared memory, which is shorter
 // than another launch or another round trip through L2. In a block, the 32nd largest of the threads' maxima is a bound
@@ -13,7 +14,13 @@
 //
 // A NaN or +inf is reported, as the reference refuses it; a NaN is then treated as -inf, so that nothing depends on
 // how it compares.
+//
+// To several ranks, a list goes as a warp's two stores of 128 bytes, a warp for each rank: what crosses to a peer then is
+// two packets a row. The status has a cluster of its own, since host memory is a microsecond away and more; it is asked
+// after the wait, so that what lm_head and all before it have reported ends this very round. One thread asks, so that
+// all ranks are told the same.
 #include "abi.cuh"
+#include "common/exchange.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 #include "common/sampling.cuh"
@@ -27,6 +34,7 @@ constexpr int PER_THREAD = (PART + THREADS - 1) / THREADS;
 static_assert(VOCAB >= MAX_TOP_K, "a list has no empty places");
 static_assert(BLOCKS * MAX_TOP_K == THREADS, "the first block ranks one candidate a thread");
 static_assert(MAX_TOP_K == WARP, "a list is a warp's");
+static_assert(RANKS <= WARPS, "a warp pushes to a rank");
 
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
@@ -45,6 +53,22 @@ __device__ __forceinline__ void store_first_block(Key* local, Key key) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(key) : "memory");
 }
 
+// One thread: what this rank says of cancellation, faults, and how far its reader has come.
+__device__ __forceinline__ void tell_status(const TopKArgs& a) {
+    const Peers peers(a.peers);
+    const int rows = live_before(a.live, a.rows);
+    pdl_wait();
+    pdl_trigger();
+    if (rows <= 0) return;  // accept will not ask either
+    const volatile Mirror& host = *a.mirror;
+    const int cancel = host.cancel, taken = host.taken;
+    const uint32_t read = host.read;
+    const int fault = a.fault != nullptr ? *reinterpret_cast<const volatile int*>(&a.fault->what) : FAULT_NONE;
+    peers.push(a.status + STATUS_ENDED, (cancel != 0 ? 1 : 0) | (fault != FAULT_NONE ? 2 : 0));
+    peers.push(a.status + STATUS_TAKEN, taken);
+    peers.push(a.status + STATUS_READ, int(read & 0x7fffffffu));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constant__ TopKArgs a) {
     __shared__ Key maxima[WARPS][WARP];              // each warp's sorted
     __shared__ Key candidates[WARP * PER_THREAD];
@@ -53,6 +77,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     __shared__ int found;
     const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP;
     const int row = blockIdx.y, rank = int(cluster_rank());
+    int64_t distance = 0;  // to the inbox that this warp pushes to
+    if constexpr (RANKS > 1) {
+        if (row == ROWS) {
+            if (a.mirror != nullptr && a.status != nullptr && rank == 0 && tid == 0) tell_status(a);
+            return;
+        }
+        if (warp < RANKS) distance = __ldg(reinterpret_cast<const long long*>(a.peers) + warp);
+    }
 
     if (tid == 0) {
         bound = NO_KEY;
@@ -121,7 +153,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     if (rank != 0) return;
     const Key key = lists[warp][lane];
     const int place = lane + count_larger<BLOCKS>(lists, warp, key);
-    if (place < MAX_TOP_K) {
+    if constexpr (RANKS > 1) {
+        if (place < MAX_TOP_K) candidates[place] = key;  // the block's own were read before the cluster's barrier
+        __syncthreads();                                 // the list is there
+        if (warp >= RANKS) return;
+        const Key mine = candidates[lane];
+        push_to(distance, a.values + row * RANKS * MAX_TOP_K + lane, key_value(mine));
+        push_to(distance, a.ids + row * RANKS * MAX_TOP_K + lane, key_id(mine));
+    } else if (place < MAX_TOP_K) {
         a.values[row * MAX_TOP_K + place] = key_value(key);
         a.ids[row * MAX_TOP_K + place] = key_id(key);
     }

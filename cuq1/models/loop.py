@@ -7,9 +7,13 @@ that a request makes in a round:
     none            one row; the draft's cache takes in what was committed
     a fixed number  most + 1 rows, `most` depths in the round's graph, as a launch of a graph costs some microseconds
     automatic       4 .. most + 1 rows, three depths in the round's graph, up to most - 3 after it
+
+Where ranks exchange, a round's target candidates carry what each rank's host wants (abi.Mirror) and whether its kernels
+have reported a fault, so that all ranks' chains end at the same round.
 """
 
 from ctypes import sizeof
+from dataclasses import replace
 
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import control
@@ -83,6 +87,16 @@ def depth_of(model: Model, depth: int) -> Plan:
     return _controlled(model, plan, depth + 1, first=False)
 
 
+def _agreeing(launch: Launch) -> Launch:
+    """Of several ranks, tells the others with the candidates what this rank's host wants, and hears what theirs do.
+
+    A round ends with what all agree on; plans that hosts step end with each launch.
+    """
+    given = {"top_k": {"mirror": Ref("mirror")}, "accept": {"loop": Ref("loop")}}.get(launch.label, {})
+    told = launch.args.get("status" if launch.label == "top_k" else "statuses", 0) != 0
+    return replace(launch, args={**launch.args, **given}) if given and told else launch
+
+
 def _controlled(model: Model, plan: Plan, made: int, *, first: bool) -> Plan:
     """The plan with a control kernel behind it."""
     args: dict[str, int | float | Ref] = {
@@ -98,4 +112,4 @@ def _controlled(model: Model, plan: Plan, made: int, *, first: bool) -> Plan:
         "first": int(first),
     }
     last = Launch(control.control(model.dims), "control", DRAFT, args, sizeof(abi.Loop), 3 * sizeof(abi.Record))
-    return Plan((*plan.buffers, *working_buffers(), MIRROR), (*plan.launches, last))
+    return Plan((*plan.buffers, *working_buffers(), MIRROR), (*map(_agreeing, plan.launches), last))

@@ -33,29 +33,34 @@ static_assert(RANKS >= 1 && RANKS <= MAX_RANKS, "inboxes have places for MAX_RAN
 #define PEER_TIMEOUT_MS 4000  // for what a peer pushes within microseconds, unless its host is slow to launch
 #endif
 
+// x to the same place of one rank's inbox, `distance` away. A NaN is stored as one that is ready.
+__device__ __forceinline__ void push_to(int64_t distance, float* own, float x) {
+    asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(reinterpret_cast<uint8_t*>(own) + distance),
+                 "f"(ready_float(x))
+                 : "memory");
+}
+// An integer that is not NOT_READY.
+__device__ __forceinline__ void push_to(int64_t distance, int* own, int x) {
+    asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(reinterpret_cast<uint8_t*>(own) + distance), "r"(x)
+                 : "memory");
+}
+
 // Distances to the ranks' inboxes, loaded in a prologue.
 struct Peers {
     int64_t distance[RANKS];
     __device__ __forceinline__ explicit Peers(const int64_t* peers) {
+        if constexpr (RANKS == 1) return;  // null: nothing is pushed
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) distance[r] = __ldg(reinterpret_cast<const long long*>(peers) + r);
     }
-    // x to the same place of every rank's inbox. A NaN is stored as one that is ready.
+    // x to the same place of every rank's inbox.
     __device__ __forceinline__ void push(float* own, float x) const {
-        const float stored = ready_float(x);
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r)
-            asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(reinterpret_cast<uint8_t*>(own) + distance[r]),
-                         "f"(stored)
-                         : "memory");
+        for (int r = 0; r < RANKS; ++r) push_to(distance[r], own, x);
     }
-    // An integer that is not NOT_READY.
     __device__ __forceinline__ void push(int* own, int x) const {
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r)
-            asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(reinterpret_cast<uint8_t*>(own) + distance[r]),
-                         "r"(x)
-                         : "memory");
+        for (int r = 0; r < RANKS; ++r) push_to(distance[r], own, x);
     }
 };
 
@@ -82,7 +87,7 @@ __device__ __forceinline__ bool has_come(float x) { return __float_as_uint(x) !=
 __device__ __forceinline__ bool has_come(float4 x) {
     return has_come(x.x) && has_come(x.y) && has_come(x.z) && has_come(x.w);
 }
-__device__ __forceinline__ void make_unready(float* address) {
+__device__ __forceinline__ void make_unready(void* address) {  // four bytes
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(NOT_READY) : "memory");
 }
 __device__ __forceinline__ void make_unready_4(float* address) {

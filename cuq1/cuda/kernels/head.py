@@ -34,9 +34,10 @@ def lm_head(dims: Dims, kept: int = 0, *, fp8: bool = False) -> Kernel:
 def top_k(dims: Dims) -> Kernel:
     """values float32, ids int32 [ROWS, PIECES, MAX_TOP_K] of each row's largest logits; twin: numpy.argsort.
 
-    Largest first, ties by lower id; ids count from first_id.
+    Largest first, ties by lower id; ids count from first_id. Of several ranks, [ROWS, ranks, MAX_TOP_K] in the inbox of
+    each, and one cluster more, which tells them all what this rank's host wants.
     """
-    grid = (_CLUSTER, ROWS, 1)
+    grid = (_CLUSTER, ROWS + (dims.ranks > 1), 1)
     return Kernel("top_k.cu", "top_k", TopKArgs, common(dims), grid, 256, cluster=_CLUSTER, max_registers=96)
 
 
