@@ -15,6 +15,7 @@
 // inner comes in one piece, only rows that chose the expert: one latency for all groups instead of one for each, and
 // a row that did not choose it, where inner holds anything, is a zero in B.
 #include "common/copy.cuh"
+#include "common/exchange.cuh"
 #include "common/experts.cuh"
 #include "common/experts_mma.cuh"
 #include "common/flagged.cuh"
@@ -119,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
     Groups& groups = tables.groups;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int first_tile = blockIdx.x * TILES;
+    const Peers peers(a.peers);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < RING; ++s) barrier_init(&full[s], 1);
@@ -186,8 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
     }
     pdl_trigger();
 
-    // The attention tail has read them, since gate_up's results are there.
-    for (int i = blockIdx.x * THREADS + threadIdx.x; a.unready != nullptr && i < a.unready_pieces; i += gridDim.x * THREADS)
+    // The attention tail has read them, since gate_up's results are there. A skipped draft depth has no exchange: peers do
+    // not wait for it, and may have pushed into these buffers for the next round already.
+    for (int i = blockIdx.x * THREADS + threadIdx.x;
+         a.unready != nullptr && (RANKS == 1 || rows > 0) && i < a.unready_pieces; i += gridDim.x * THREADS)
         reinterpret_cast<uint4*>(a.unready)[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
 
     float total[TILES][4] = {};
@@ -269,7 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) down(const __grid_const
         float x = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) x += sums[(w * TILES + tile) * SUM_FLOATS + token * TILE_PITCH + row];
-        a.out[int64_t(token) * HIDDEN + (first_tile + tile) * 16 + row] = x;
+        float& out = a.out[int64_t(token) * HIDDEN + (first_tile + tile) * 16 + row];
+        if constexpr (RANKS > 1)
+            peers.push(&out, x);
+        else
+            out = x;
         if (!is_finite(x)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL, a.layer);
     }
     pdl_settle();

@@ -14,6 +14,7 @@
 // each other: a block that had to wait for room would start its weights late.
 #include "abi.cuh"
 #include "common/copy.cuh"
+#include "common/exchange.cuh"
 #include "common/flagged.cuh"
 #include "common/pdl.cuh"
 #include "common/projection.cuh"
@@ -58,6 +59,14 @@ __device__ __forceinline__ void check(const OProjArgs& a, float x) {
     if (!is_finite(x)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_O_PROJ, a.layer);
 }
 
+// A result, to whoever polls for it.
+__device__ __forceinline__ void give(const Peers& peers, float& out, float x) {
+    if constexpr (RANKS > 1)
+        peers.push(&out, x);
+    else
+        out = ready_float(x);
+}
+
 // Loaded whether it counts or not: ptxas issues a load that has no condition beside others, and not behind them.
 __device__ __forceinline__ int rows_of(const OProjArgs& a) {
     const int live = load_l2_int(a.live != nullptr ? a.live : reinterpret_cast<const int*>(a.attended32));
@@ -85,6 +94,7 @@ __device__ __forceinline__ float warp_sums(const float (&x)[N]) {
 }
 
 __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, int block) {
+    const Peers peers(a.peers);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     uint4 raw[TILES][WARP_CHUNKS];
     float scale[TILES][WARP_CHUNKS];
@@ -141,12 +151,13 @@ __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, 
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][token][row];
-        a.out[token * HIDDEN + block * BLOCK_ROWS + row] = ready_float(sum);
+        give(peers, a.out[token * HIDDEN + block * BLOCK_ROWS + row], sum);
         check(a, sum);
     }
 }
 
 __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, int block) {
+    const Peers peers(a.peers);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int part = warp % K_PARTS, first_token = warp / K_PARTS * WARP_TOKENS;
     const int first_expert = block * ROUTER_EXPERTS;
@@ -230,7 +241,7 @@ __device__ __forceinline__ void route(const OProjArgs& a, RouterShared& shared, 
         float sum = 0.0f;
 #pragma unroll
         for (int p = 0; p < K_PARTS; ++p) sum += shared.logits[which][p][token][expert];
-        (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert] = ready_float(sum);
+        give(peers, (which == 0 ? a.router_attended : a.router_residual)[token * EXPERTS + first_expert + expert], sum);
         check(a, sum);
     }
 }

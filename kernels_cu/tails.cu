@@ -10,6 +10,9 @@
 //            attn_tail is `polled`, o and the router's parts were NOT_READY before o_proj wrote them
 //            (common/flagged.cuh), and whatever attn_tail writes had been read for the last time before o_proj began.
 //            `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
+//   RANKS > 1 o, the router's parts and y are this rank's inbox, which the ranks push into (common/exchange.cuh) and both
+//            tails poll, whatever `polled` says; rows <= ROWS. Then mlp_tail reads *live before pdl_wait(), too, what it
+//            writes had been read for the last time before down began, and it leaves y NOT_READY: a word has one reader.
 //   Reads rows * HIDDEN * 4 (ranks + 1) bytes and two norms, attn_tail also rows * EXPERTS * 8 ranks;
 //   writes rows * HIDDEN * 6.
 //
@@ -24,12 +27,11 @@
 // the cluster has it. A key's place is the number of keys that come before it, first in its warp, then among the warps'
 // first TOP_K: many independent comparisons instead of one warp's chain of dependent ones.
 // How a row is shared among blocks: common/row.cuh.
+#include "common/exchange.cuh"
 #include "common/experts.cuh"
 #include "common/flagged.cuh"
 #include "common/row.cuh"
 
-__device__ __forceinline__ bool ready(float x) { return __float_as_uint(x) != NOT_READY; }
-__device__ __forceinline__ bool ready(float4 x) { return ready(x.x) && ready(x.y) && ready(x.z) && ready(x.w); }
 __device__ __forceinline__ float4 load4_flagged(const float* address) {
     const uint4 x = load_flagged_16(address);
     return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
@@ -38,6 +40,29 @@ __device__ __forceinline__ float load_flagged(const float* address) {
     float x;
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
     return x;
+}
+
+// The sum over ranks of what they push to `from` and, a rank each, ROWS * HIDDEN further on. All loads leave together;
+// those leave again whose words had not come.
+__device__ __forceinline__ float4 sum_pushed(const float* from, Fault* fault, int kernel, int layer) {
+    constexpr int64_t STRIDE = int64_t(ROWS) * HIDDEN;
+    float4 part[RANKS];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) part[r] = load_pushed_4(from + r * STRIDE);
+    PeerPolls polls;
+    while (true) {
+        int missing = -1;
+#pragma unroll
+        for (int r = RANKS - 1; r >= 0; --r) missing = has_come(part[r]) ? missing : r;
+        if (!polls.again(missing, fault, kernel, layer)) break;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            if (!has_come(part[r])) part[r] = load_pushed_4(from + r * STRIDE);
+    }
+    float4 total = part[0];
+#pragma unroll
+    for (int r = 1; r < RANKS; ++r) total = sum(total, part[r]);
+    return total;
 }
 
 constexpr float CANCELLED = 1.0f / 64.0f;
@@ -58,24 +83,30 @@ __device__ __forceinline__ bool from_sums(float4 t, float scale, Sublayer& s) {
 }
 
 // The thread's columns of out = x + scale * y, or x + scale * rms(y, w), with the row's sums of squares. Uses
-// exchange[0], and [1] for a row that cancels. All column threads of the row's blocks call it.
-template <int COUNT>
+// exchange[0], and [1] for a row that cancels. All column threads of the row's blocks call it. meanwhile(): what a thread
+// does while the first sums are on their way.
+template <int COUNT, class MEANWHILE>
 __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, float scale, bool norm,
-                                                 RowExchange (&exchange)[COUNT], Fault* fault, int kernel, int layer) {
+                                                 RowExchange (&exchange)[COUNT], Fault* fault, int kernel, int layer,
+                                                 MEANWHILE meanwhile) {
     static_assert(COUNT >= 2, "two sums");
     Sublayer s;
     if (!norm) {
         s.factor = scale;
         s.out = plus_scaled(x, scale, y);
         const float4 squares = make_float4(dot(y, y), dot(s.out, s.out), 0.0f, 0.0f);
-        const float4 t = row_reduce<false>(squares, exchange[0], fault, kernel, layer);
+        row_send<false>(squares, exchange[0]);
+        meanwhile();
+        const float4 t = row_result<false>(exchange[0], fault, kernel, layer);
         s.in_squares = t.x;
         s.out_squares = t.y;
         return s;
     }
     const float4 p = product(w, y);
     const float4 products = make_float4(dot(y, y), dot(x, x), dot(x, p), dot(p, p));
-    const bool again = from_sums(row_reduce<false>(products, exchange[0], fault, kernel, layer), scale, s);
+    row_send<false>(products, exchange[0]);
+    meanwhile();
+    const bool again = from_sums(row_result<false>(exchange[0], fault, kernel, layer), scale, s);
     s.out = plus_scaled(x, s.factor, p);
     // The same bits in every thread of every part: all of them take the branch, or none.
     if (again)
@@ -83,6 +114,8 @@ __device__ __forceinline__ Sublayer add_sublayer(float4 x, float4 y, float4 w, f
             row_reduce<false>(make_float4(dot(s.out, s.out), 0.0f, 0.0f, 0.0f), exchange[1], fault, kernel, layer).x;
     return s;
 }
+
+__device__ __forceinline__ bool is_polled(const AttnTailArgs& a) { return RANKS > 1 || a.polled; }
 
 #ifdef ROUTED
 constexpr int ROUTE_THREADS = EXPERTS;  // an expert each
@@ -159,8 +192,8 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
             attended = load_flagged(a.router_attended + at);
             residual = load_flagged(a.router_residual + at);
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) here = here && ready(x[i]);
-        } while (polls.again(here && ready(attended) && ready(residual), a.fault, KERNEL_ATTN_TAIL, a.layer));
+            for (int i = 0; i < EACH; ++i) here = here && has_come(x[i]);
+        } while (polls.again(here && has_come(attended) && has_come(residual), a.fault, KERNEL_ATTN_TAIL, a.layer));
 #pragma unroll
         for (int i = 0; i < EACH; ++i) total += dot(x[i], x[i]);
         return total;
@@ -183,19 +216,92 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
     return total;
 }
 
+// Whether the routing threads of a row take the sum of o's squares themselves. More ranks' rows would keep one
+// multiprocessor reading for longer than the cluster takes to exchange its sums.
+constexpr bool OWN_SQUARES = RANKS <= 2;
+
+// As inputs_of(), of what the ranks push; 0 without OWN_SQUARES.
+__device__ __forceinline__ float pushed_inputs(const AttnTailArgs& a, int row, int thread, float& attended,
+                                               float& residual) {
+    constexpr int EACH = OWN_SQUARES ? THREAD_VECTORS : 0, VECTORS = OWN_SQUARES ? RANKS * THREAD_VECTORS : 1;
+    const auto has = [&](int i) {
+        return ROW_VECTORS % ROUTE_THREADS == 0 || thread + i * ROUTE_THREADS < ROW_VECTORS;
+    };
+    const float* const o = a.o + int64_t(row) * HIDDEN + thread * 4;
+    const int64_t at = int64_t(row) * EXPERTS + thread;
+    const auto vector = [&](int i) {  // EACH of the first rank, then of the next one
+        return load_pushed_4(o + i / THREAD_VECTORS * (ROWS * HIDDEN) + i % THREAD_VECTORS * ROUTE_THREADS * 4);
+    };
+    const auto logit = [&](const float* part, int r) { return load_pushed(part + at + r * (ROWS * EXPERTS)); };
+    float4 x[VECTORS];
+    float parts[2][RANKS];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+        parts[0][r] = logit(a.router_attended, r);
+        parts[1][r] = logit(a.router_residual, r);
+    }
+#pragma unroll
+    for (int i = 0; i < RANKS * EACH; ++i)
+        x[i] = has(i % THREAD_VECTORS) ? vector(i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    PeerPolls polls;
+    while (true) {
+        int missing = -1;
+#pragma unroll
+        for (int r = RANKS - 1; r >= 0; --r) {
+            bool here = has_come(parts[0][r]) && has_come(parts[1][r]);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) here = here && has_come(x[r * THREAD_VECTORS + i]);
+            missing = here ? missing : r;
+        }
+        if (!polls.again(missing, a.fault, KERNEL_ATTN_TAIL, a.layer)) break;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            if (!has_come(parts[0][r])) parts[0][r] = logit(a.router_attended, r);
+            if (!has_come(parts[1][r])) parts[1][r] = logit(a.router_residual, r);
+        }
+#pragma unroll
+        for (int i = 0; i < RANKS * EACH; ++i)
+            if (!has_come(x[i])) x[i] = vector(i);
+    }
+    attended = parts[0][0];
+    residual = parts[1][0];
+#pragma unroll
+    for (int r = 1; r < RANKS; ++r) {
+        attended += parts[0][r];
+        residual += parts[1][r];
+    }
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        float4 whole = x[i];
+#pragma unroll
+        for (int r = 1; r < RANKS; ++r) whole = sum(whole, x[r * THREAD_VECTORS + i]);
+        total += dot(whole, whole);
+    }
+    return total;
+}
+
 // The routing of a row by ROUTE_THREADS threads.
 __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread, RowExchange* exchange, Routing& r) {
     const int lane = thread % WARP, warp = thread / WARP;
     // On its way beside the logits: a benchmark's forced routing is not to take longer than what it stands for.
     if (a.forced_ids != nullptr && thread < TOP_K) r.forced[thread] = __ldcg(a.forced_ids + row * TOP_K + thread);
     // The order needs the sum of o's squares, and nothing else of the row: the cluster's sum comes an exchange later.
-    float attended, residual;
-    const float squares = warp_sum(inputs_of(a, row, thread, attended, residual));
-    if (lane == 0) r.squares[warp] = squares;
-    asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the warps' parts are there
+    float attended, residual, squares;
+    if constexpr (RANKS > 1)
+        squares = pushed_inputs(a, row, thread, attended, residual);
+    else
+        squares = inputs_of(a, row, thread, attended, residual);
     float total = 0.0f;
+    if constexpr (OWN_SQUARES) {
+        squares = warp_sum(squares);
+        if (lane == 0) r.squares[warp] = squares;
+        asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the warps' parts are there
 #pragma unroll
-    for (int w = 0; w < ROUTE_WARPS; ++w) total += r.squares[w];
+        for (int w = 0; w < ROUTE_WARPS; ++w) total += r.squares[w];
+    } else {
+        total = row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
+    }
     const float factor = a.attn_scale * inverse_rms(total);
     const uint32_t key = order_key(fmaf(factor, attended, residual));
     r.keys[thread] = key;
@@ -259,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         row_begin(exchange);
         // The cluster's blocks are all of one size; the first one's warps route.
         if (part > 0 || a.router_attended == nullptr) return;
-        if (!a.polled) pdl_wait();
+        if (!is_polled(a)) pdl_wait();
         if (row < live_rows(a.live, a.rows)) route(a, row, int(threadIdx.x) - COLUMN_THREADS, exchange, routing);
         return;
     }
@@ -274,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
     }
     const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;  // as old as the residual
     row_begin(exchange);
-    if (!a.polled) {
+    if (!is_polled(a)) {
         pdl_wait();
         pdl_trigger();
     }
@@ -283,17 +389,21 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) attn_tail(const __gri
         return;
     }
     float4 o;
-    if (a.polled) {
+    if constexpr (RANKS > 1) {
+        o = sum_pushed(a.o + at, a.fault, KERNEL_ATTN_TAIL, a.layer);
+        pdl_trigger();
+    } else if (a.polled) {
         Polls polls;
         do {
             o = load4_flagged(a.o + at);
-        } while (polls.again(ready(o), a.fault, KERNEL_ATTN_TAIL, a.layer));
+        } while (polls.again(has_come(o), a.fault, KERNEL_ATTN_TAIL, a.layer));
         pdl_trigger();
     } else {
         o = sum_ranks(a.o + at, a.ranks, rank_rows(a.rows) * HIDDEN);
     }
 
-    const Sublayer s = add_sublayer(x, o, w_out, a.attn_scale, true, exchange, a.fault, KERNEL_ATTN_TAIL, a.layer);
+    const Sublayer s =
+        add_sublayer(x, o, w_out, a.attn_scale, true, exchange, a.fault, KERNEL_ATTN_TAIL, a.layer, [] {});
     const float4 n = product(scaled(s.out, inverse_rms(s.out_squares)), w_ffn);
     store4(a.h + at, s.out);
     store4(a.normed + at, n);
@@ -335,16 +445,34 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __gr
     if (row < a.rows) x = load4(a.h + at);
     float4 w_out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (a.ffn_out_norm != nullptr) w_out = __ldg(reinterpret_cast<const float4*>(a.ffn_out_norm + column));
-    row_begin(exchange);
-    pdl_wait();
-    pdl_trigger();
-    if (row >= a.rows) return;
-    const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
-    const float4 y = sum_ranks(a.y + at, a.ranks, rank_rows(a.rows) * HIDDEN);
-    if (row >= live) return;
+    float4 y;
+    if constexpr (RANKS > 1) {
+        const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;  // as old as h
+        row_begin(exchange);
+        if (row >= min_int(live, a.rows)) {
+            pdl_settle();
+            return;
+        }
+        y = sum_pushed(a.y + at, a.fault, KERNEL_MLP_TAIL, a.layer);
+        pdl_trigger();
+    } else {
+        row_begin(exchange);
+        pdl_wait();
+        pdl_trigger();
+        if (row >= a.rows) return;
+        const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;
+        y = sum_ranks(a.y + at, a.ranks, rank_rows(a.rows) * HIDDEN);
+        if (row >= live) return;
+    }
 
     const Sublayer s = add_sublayer(x, y, w_out, a.ffn_scale, a.ffn_out_norm != nullptr, exchange, a.fault,
-                                    KERNEL_MLP_TAIL, a.layer);
+                                    KERNEL_MLP_TAIL, a.layer, [&] {
+                                        if constexpr (RANKS > 1) {  // the thread has read them, and nobody else does
+#pragma unroll
+                                            for (int r = 0; r < RANKS; ++r)
+                                                make_unready_4(a.y + at + r * (ROWS * HIDDEN));
+                                        }
+                                    });
     const float4 n = product(scaled(s.out, inverse_rms(s.out_squares)), w_next);
     store4(a.residual + at, a.normed_residual ? n : s.out);
     store4(a.normed + at, n);
@@ -354,4 +482,5 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __gr
         else if (!is_finite(s.out_squares))
             report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_MLP_TAIL, a.layer);
     }
+    if constexpr (RANKS > 1) pdl_settle();
 }

@@ -112,9 +112,9 @@ __device__ __forceinline__ float4 row_result(RowExchange& exchange, Fault* fault
     return total;
 }
 
-// Four sums over the row, or the maximum of x.x. All column threads of the row's blocks call it.
+// The block's share of row_result(), to all of the row's blocks. All column threads of the row's blocks call it.
 template <bool MAXIMUM>
-__device__ __forceinline__ float4 row_reduce(float4 x, RowExchange& exchange, Fault* fault, int kernel, int layer) {
+__device__ __forceinline__ void row_send(float4 x, RowExchange& exchange) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if constexpr (MAXIMUM) {
         x.x = warp_max(x.x);
@@ -134,6 +134,12 @@ __device__ __forceinline__ float4 row_reduce(float4 x, RowExchange& exchange, Fa
         // A block leaves only after all that is sent to it has come, so no message finds its receiver gone.
         cluster_send(&exchange.parts[blockIdx.x % PARTS], &exchange.arrived, threadIdx.x, total);
     }
+}
+
+// Four sums over the row, or the maximum of x.x. All column threads of the row's blocks call it.
+template <bool MAXIMUM>
+__device__ __forceinline__ float4 row_reduce(float4 x, RowExchange& exchange, Fault* fault, int kernel, int layer) {
+    row_send<MAXIMUM>(x, exchange);
     return row_result<MAXIMUM>(exchange, fault, kernel, layer);
 }
 

@@ -261,8 +261,8 @@ def test_attn_tail_polls(gpu, rng, name, pause):
         x = with_inverse(rng, attn_inputs(rng, dims, rows, 1))
         check_attn_tail(gpu, dims, x, rows, live=live, pause=pause, codes=pause == 0 and live != 0)
     for patch in (
-        ("polls.again(here && ready(attended) && ready(residual),", "polls.again(true,"),
-        ("polls.again(ready(o), a.fault", "polls.again(true, a.fault"),
+        ("polls.again(here && has_come(attended) && has_come(residual),", "polls.again(true,"),
+        ("polls.again(has_come(o), a.fault", "polls.again(true, a.fault"),
     ):
         with pytest.raises((AssertionError, DeviceError)):
             check_attn_tail(gpu, dims, x, rows, pause=100_000, patch=patch)

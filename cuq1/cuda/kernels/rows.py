@@ -27,7 +27,8 @@ def embed(dims: Dims, rows: int = ROWS) -> Kernel:
 def attn_tail(dims: Dims, rows: int = ROWS, *, moe: bool = True) -> Kernel:
     """o's sum over ranks, its norm, the residual, the MLP's input norm, routing: twins.rows.attn_tail.
 
-    moe: with routing, at most 8 rows; else expert ids and weights are not written.
+    moe: with routing, at most 8 rows; else expert ids and weights are not written. Where dims.ranks exchange, it polls
+    their inbox, which has no more than 8 rows either: ValueError; a prompt's chunks have dims of one rank.
     """
     routed: tuple[tuple[str, Define], ...] = (("ROUTED", 1),) if moe else ()
     return _kernel("tails.cu", "attn_tail", AttnTailArgs, dims, rows, routed, dims.experts if moe else 0)
@@ -47,6 +48,8 @@ def _kernel(
     own: tuple[tuple[str, Define], ...] = (),
     more_threads: int = 0,
 ) -> Kernel:
+    if dims.ranks > 1 and rows > ROWS and source == "tails.cu":
+        raise ValueError(f"{entry}: an inbox has {ROWS} rows, not {rows}")
     parts = parts_of(dims)
     return Kernel(
         source,
