@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from cuq1.cuda.weights import weights_plan
 from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import decode, q1
+from cuq1.parallel.exchange import SharedInbox
+from cuq1.parallel.rendezvous import Rendezvous
 from cuq1.plan.dims import DRAFT, ROWS
 from cuq1.plan.types import Plan
 from tools.bench import ROOT, append_row
@@ -77,36 +80,50 @@ def _told(plan: Plan) -> Plan:
 
 
 class Bench:
-    """A rank with random weights and caches, and the state of a round at a position."""
+    """A rank with random weights and caches, and the state of a round at a position.
+
+    meeting: of the ranks that exchange their results, where there are several; each takes the GPU of its number there.
+    model: the rank alone; exchanging: with the others of the meeting.
+    """
 
     def __init__(
-        self, config_dir: Path, tp: int, rank: int, capacity: int, seed: int, *, fp8_activations: bool
+        self,
+        config_dir: Path,
+        tp: int,
+        rank: int,
+        capacity: int,
+        seed: int,
+        *,
+        fp8_activations: bool,
+        meeting: Rendezvous | None = None,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         config, draft = load_config(config_dir)
         layout = weights_plan(config, draft, tp, rank)
-        device = open_device()
+        ranks, place = (1, 0) if meeting is None else (meeting.world, meeting.rank)
+        device = open_device(place)
         self.name = device.name
-        self.model = q1.resolve(
-            config,
-            draft,
-            layout,
-            tp=tp,
-            rank=rank,
-            capacity=capacity,
-            sms=device.multiprocessors,
-            fp8_activations=fp8_activations,
+        size: dict[str, Any] = {"tp": tp, "rank": rank, "capacity": capacity, "sms": device.multiprocessors}
+        self.model, self.exchanging = (
+            q1.resolve(config, draft, layout, **size, fp8_activations=fp8_activations, ranks=count, place=number)
+            for count, number in ((1, 0), (ranks, place))
         )
         self.stream = graph.stream()
-        self.ceiling = read_ceiling(self.stream)
+        self.ceiling = read_ceiling(self.stream, device.arch)
         self.fault = MappedFault()
-        buffers = [b for b in q1.working_buffers(self.model) if b.name != "fault"]
-        self.arena = Arena({"weights": layout.nbytes, **{b.name: b.bytes for b in buffers}, "state0": 1 << 16})
+        # Of every form that a round may have.
+        buffers = {b.name: b.bytes for b in q1.working_buffers(replace(self.exchanging, folded=False))}
+        mapped = {name: buffers.pop(name) for name in ("fault", "inbox") if name in buffers}
+        self.arena = Arena({"weights": layout.nbytes, **buffers, "state0": 1 << 16})
         self.arena.clear()
         base = self.arena["weights"]
         random_weights(layout, base, self.stream, seed)
         self.addresses = dict(self.arena.addresses) | {"fault": self.fault.address}
         self.addresses |= {name: base + tensor.offset for name, tensor in layout.tensors.items()}
+        if meeting is not None:
+            self.inbox = SharedInbox(meeting, mapped["inbox"])
+            self.addresses["inbox"] = self.inbox.address
+            self.write("peers", self.inbox.distances)
         for name, table in self.model.inverse_frequencies.items():
             self.write(name, table)
         self._fill_caches()
@@ -153,29 +170,45 @@ class Bench:
         forced.append(routing(self.rng, 1, d.experts, d.top_k, d.top_k))
         self.write("forced_ids", np.stack(forced).astype(np.int32))
 
-    def time(self, plan: Plan, repeats: int, *, reset: bool) -> Spread:
-        """One replay of a plan's graph. reset: each begins with the state that `place` set."""
-        program = Program(_told(plan), self.addresses)
+    def reset(self) -> None:
+        """Enqueues a copy of the state that `place` set to where rounds have theirs."""
         driver = bindings()
+        source, target = (driver.CUdeviceptr(self.addresses[name]) for name in ("state0", "state"))
+        check(driver.cuMemcpyDtoDAsync(target, source, self.arena.sizes["state"], driver.CUstream(self.stream)))
+
+    def captured(self, plan: Plan, *, reset: bool) -> graph.Graph:
+        """A plan's graph. reset: it begins with the state that `place` set."""
+        program = Program(_told(plan), self.addresses)
         with graph.capture(self.stream) as captured:
             if reset:
-                source, target = (driver.CUdeviceptr(self.addresses[name]) for name in ("state0", "state"))
-                size = next(b.bytes for b in q1.working_buffers(self.model) if b.name == "state")
-                check(driver.cuMemcpyDtoDAsync(target, source, size, driver.CUstream(self.stream)))
+                self.reset()
             program.issue(self.stream)
-        with captured.instantiate() as ready:
-            ready.upload(self.stream)
-            spread = spread_us(lambda: ready.launch(self.stream), self.stream, repeats)
+        ready = captured.instantiate()
+        ready.upload(self.stream)
+        return ready
+
+    def check_faults(self) -> None:
+        """Raises DeviceError for what kernels have reported."""
         fault = self.fault.read()
         if fault is not None:
             where = f"{abi.KERNELS.get(fault.kernel)} of layer {fault.layer}"
-            raise DeviceError(f"{abi.FAULTS.get(fault.what)} appeared in {where}")
+            raise DeviceError(f"{abi.FAULTS.get(fault.what)} appeared in {where} (detail {fault.detail})")
+
+    def time(self, plan: Plan, repeats: int, *, reset: bool) -> Spread:
+        """One replay of a plan's graph. reset: as in `captured`."""
+        with self.captured(plan, reset=reset) as ready:
+            spread = spread_us(lambda: ready.launch(self.stream), self.stream, repeats)
+        self.check_faults()
         return spread
+
+    def plan(self, model: q1.Model, rows: int, drafts: int, context: int, distinct: float) -> Plan:
+        """A round of `model`, one of the rank's, with the routing that `place` draws."""
+        short = model.is_short(context)
+        return decode.round_of(model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
 
     def round(self, rows: int, drafts: int, context: int, distinct: float, repeats: int) -> tuple[Plan, Spread]:
         self.place(context, rows, drafts, distinct)
-        short = self.model.is_short(context)
-        plan = decode.round_of(self.model, rows, drafts, context=context, distinct=distinct, forced=True, short=short)
+        plan = self.plan(self.model, rows, drafts, context, distinct)
         return plan, self.time(plan, repeats, reset=True)
 
     def kernels(self, plan: Plan, repeats: int) -> list[dict[str, float | str]]:
@@ -245,11 +278,20 @@ def contexts(text: str) -> list[int]:
     return found
 
 
+def ranks_of(text: str) -> list[int]:
+    """`0,1`: two ranks or more, each once."""
+    found = [int(part) for part in text.split(",")]
+    if not 2 <= len(found) <= abi.MAX_RANKS or len(set(found)) < len(found) or min(found) < 0:
+        raise ValueError(text)
+    return found
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tools.bench_round", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default="iquest-q1", help="a folder of cuq1/assets, or a path")
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=ranks_of, help="ranks that exchange, a GPU each, as 0,1 (tools/bench_ranks.py)")
     parser.add_argument("--rows", type=span, default=[8], help="rows to verify: 8, 4..8 or 4,6,8")
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--context", type=contexts, default=[1024], help="positions cached: 1024, a list, or sweep")
@@ -270,6 +312,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     args = arguments(argv)
+    if args.ranks is not None:
+        from tools import bench_ranks  # noqa: PLC0415  (which imports this module)
+
+        return bench_ranks.run(args, sys.argv[1:] if argv is None else argv)
     folder = Path(args.config) if Path(args.config).is_dir() else ASSETS / args.config
     capacity = max(args.capacity or 0, *args.context)
     bench = Bench(folder, args.tp, args.rank, capacity, args.seed, fp8_activations=args.fp8_activations)

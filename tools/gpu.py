@@ -1,13 +1,13 @@
 """Timing on the GPU: replays of graphs between events, and the read bandwidth that they are judged by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from cuq1.cuda import graph
 from cuq1.cuda.abi import BandwidthArgs
-from cuq1.cuda.driver import bindings, check, open_device
+from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.kernels import bandwidth
 from cuq1.cuda.launch import launch
 from cuq1.cuda.memory import Arena
@@ -22,7 +22,17 @@ class Spread(NamedTuple):
     high: float
 
 
+def spread_of(times: Sequence[float]) -> Spread:
+    low, middle, high = np.percentile(times, [10, 50, 90])
+    return Spread(float(middle), float(low), float(high))
+
+
 def spread_us(enqueue: Callable[[], None], stream: int, repeats: int = 30, warm_up: int = 5) -> Spread:
+    """The spread of `times_us`."""
+    return spread_of(times_us(enqueue, stream, repeats, warm_up))
+
+
+def times_us(enqueue: Callable[[], None], stream: int, repeats: int = 30, warm_up: int = 5) -> list[float]:
     """Microseconds between events before and after what `enqueue` puts on the stream, one measurement a call."""
     driver = bindings()
     handle = driver.CUstream(stream)
@@ -36,18 +46,15 @@ def spread_us(enqueue: Callable[[], None], stream: int, repeats: int = 30, warm_
             enqueue()
             check(driver.cuEventRecord(end, handle))
         graph.synchronize(stream)
-        times = [1e3 * check(driver.cuEventElapsedTime(begin, end)) for begin, end in events]
+        return [1e3 * float(check(driver.cuEventElapsedTime(begin, end))) for begin, end in events]
     finally:
         for pair in events:
             for event in pair:
                 check(driver.cuEventDestroy(event))
-    low, middle, high = np.percentile(times, [10, 50, 90])
-    return Spread(float(middle), float(low), float(high))
 
 
-def read_ceiling(stream: int) -> float:
+def read_ceiling(stream: int, arch: str = "sm_90a") -> float:
     """GB/s of reading 4 GiB of random data once, 16 bytes a load: the median of ten."""
-    arch = open_device().arch
     words = (4 << 30) // 16 // bandwidth.WORDS * bandwidth.WORDS
     arena = Arena({"data": words * 16, "out": bandwidth.BLOCKS * 4})
     try:
@@ -59,3 +66,15 @@ def read_ceiling(stream: int) -> float:
         graph.synchronize(stream)
         arena.close()
     return words * 16 / spread.median / 1e3
+
+
+def alternating_us(
+    ready: Mapping[str, graph.Graph], stream: int, blocks: int, repeats: int, before: Callable[[], object] = bool
+) -> dict[str, list[float]]:
+    """Microseconds of each graph's replays, in `blocks` blocks of `repeats` that take turns; `before`: each block."""
+    found: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(blocks):
+        for name, one in ready.items():
+            before()
+            found[name] += times_us(lambda one=one: one.launch(stream), stream, repeats)  # type: ignore[misc]
+    return found

@@ -1,6 +1,6 @@
 """Timelines of launches from the GPU's own clock: kernels compiled with TRACE, their entries collected and grouped."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from cuq1.cuda.compile import compile_kernel
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.memory import Arena, copy_in
 from cuq1.cuda.module import load
+from cuq1.plan.dims import DRAFT
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Defines
 
@@ -54,6 +55,11 @@ class Tracer:
         header = np.array([0, self.room, 0, 0], np.uint32)
         copy_in(self._arena["trace"], header)
 
+    def forget(self, stream: int) -> None:
+        """Enqueues what forgets all entries of what runs before it."""
+        driver = bindings()
+        check(driver.cuMemsetD32Async(driver.CUdeviceptr(self._arena["trace"]), 0, 1, driver.CUstream(stream)))
+
     def read(self) -> NDArray[np.void]:
         """The entries (dtype ENTRY), in the order in which blocks ended."""
         driver = bindings()
@@ -75,7 +81,7 @@ class Tracer:
 class Span:
     """One launch, nanoseconds: begin and end of its first and last block; `resumed` when the first block had waited
     for the predecessor, `last_begin` when the last block came to a multiprocessor. waiting: when the first block that
-    waited began to."""
+    waited began to; `come`: when the last block had what it waited for."""
 
     label: str
     layer: int
@@ -85,6 +91,33 @@ class Span:
     resumed: int
     end: int
     blocks: int
+    come: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """All launches of one name in a round, microseconds of all of them together.
+
+    wait: from the predecessor's end until the last block had what it waited for: the launch boundary, and what peers
+    push; work: from then on to the launch's end.
+    """
+
+    count: float
+    wait: float
+    work: float
+
+
+def steps(rounds: Sequence[Sequence[Span]]) -> dict[str, Step]:
+    """By `target LABEL` or `draft LABEL`, of an average of several rounds. A round's first launch is left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in rounds:
+        for before, span in pairwise(one):
+            name = ("draft " if span.layer == DRAFT else "target ") + span.label
+            found.setdefault(name, []).append(((span.come - before.end) / 1e3, (span.end - span.come) / 1e3))
+    parts = {
+        name: [sum(column) / len(rounds) for column in zip(*values, strict=True)] for name, values in found.items()
+    }
+    return {name: Step(len(found[name]) / len(rounds), wait, work) for name, (wait, work) in parts.items()}
 
 
 def spans(entries: NDArray[np.void], labels: tuple[str, ...]) -> list[Span]:
@@ -110,6 +143,7 @@ def spans(entries: NDArray[np.void], labels: tuple[str, ...]) -> list[Span]:
                     resumed,
                     int(part["end"].max()),
                     len(part),
+                    int(waited["resumed"].max()) if len(waited) else int(part["begin"].max()),
                 )
             )
     return sorted(found, key=lambda span: (span.begin, span.end))

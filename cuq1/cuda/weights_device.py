@@ -36,12 +36,13 @@ def load_weights(weights: RankWeights, address: int, stream: int, progress: Prog
 def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> None:
     """Fill an arena with random finite weights of such sizes that every product's results are of order 1.
 
-    The same seed gives the same bytes. Norms are about 1, folded routing is that of the random router.
+    The same seed gives the same bytes, and all ranks the same of what is not split. Norms are about 1, folded routing is
+    that of the random router.
     """
     with DeviceArena(address, stream) as arena:
         arena.clear(layout.nbytes)
         for number, fill in enumerate(fills(layout)):
-            arena.fill(fill, seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03)
+            arena.fill(fill, fill.seed(seed, number, layout.rank))
         for layer, plan in enumerate(layout.layers):
             if plan.moe:
                 arena.fold(_fold(layout, layer, plan))

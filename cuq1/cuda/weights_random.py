@@ -13,7 +13,7 @@ FILL_E4M3, FILL_BF16, FILL_F32, FILL_F16 = range(4)  # FillArgs.kind
 
 @dataclass(frozen=True)
 class Fill:
-    """Random numbers: `runs` runs of `run` elements, `stride` bytes apart."""
+    """Random numbers: `runs` runs of `run` elements, `stride` bytes apart. shared: every rank has the same."""
 
     offset: int
     runs: int
@@ -22,18 +22,23 @@ class Fill:
     kind: int
     mean: float = 0.0
     deviation: float = 0.0
+    shared: bool = False
+
+    def seed(self, seed: int, number: int, rank: int) -> int:
+        """Of fill `number` of a rank's."""
+        return seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + (0 if self.shared else rank * 0x8CB92BA72F3D8DD7)
 
 
 def fills(layout: Layout) -> list[Fill]:
     """What fills every tensor but folded routing."""
-    found = [_whole(layout.tensors["embed"], FILL_BF16, 0.0, 1.0), *_norms(layout, "norm")]
+    found = [_whole(layout.tensors["embed"], FILL_BF16, 0.0, 1.0, shared=True), *_norms(layout, "norm")]
     hidden = layout.config.hidden_size
     found.append(_whole(layout.tensors["lm_head"], FILL_F16, 0.0, hidden**-0.5))
     for number, plan in enumerate(layout.layers):
         found += _layer_fills(layout, number, plan)
     if layout.draft is not None:
         found += [
-            _whole(layout.tensors["draft.embed"], FILL_BF16, 0.0, 1.0),
+            _whole(layout.tensors["draft.embed"], FILL_BF16, 0.0, 1.0, shared=True),
             _whole(layout.tensors["draft.eh_proj"], FILL_F16, 0.0, (2 * hidden) ** -0.5),
             *_matrix_fills(layout, "draft.lm_head", hidden),
             *_norms(layout, "draft.enorm", "draft.hnorm", "draft.final_norm"),
@@ -54,7 +59,7 @@ def _layer_fills(layout: Layout, number: int, plan: LayerLayout) -> list[Fill]:
         ),
     )
     if plan.moe:  # larger than 1 / sqrt(hidden), so that routing has preferences
-        found.append(_whole(tensors[f"{prefix}router"], FILL_F32, 0.0, 2 * hidden**-0.5))
+        found.append(_whole(tensors[f"{prefix}router"], FILL_F32, 0.0, 2 * hidden**-0.5, shared=True))
     for part, k in (("qkv", hidden), ("o", width)):
         found += _matrix_fills(layout, f"{prefix}{part}", k * (layout.tp if part == "o" else 1))
     found += _matrix_fills(layout, f"{prefix}down", plan.inner * (layout.tp if plan.moe else layout.tp * plan.groups))
@@ -80,12 +85,12 @@ def _matrix_fills(layout: Layout, name: str, k: int) -> list[Fill]:
 
 
 def _norms(layout: Layout, *names: str) -> list[Fill]:
-    return [_whole(layout.tensors[name], FILL_F32, 1.0, 0.1) for name in names if name in layout.tensors]
+    return [_whole(layout.tensors[name], FILL_F32, 1.0, 0.1, shared=True) for name in names if name in layout.tensors]
 
 
-def _whole(tensor: Tensor, kind: int, mean: float, deviation: float) -> Fill:
+def _whole(tensor: Tensor, kind: int, mean: float, deviation: float, *, shared: bool = False) -> Fill:
     element = {FILL_E4M3: 1, FILL_F32: 4}.get(kind, 2)
-    return Fill(tensor.offset, 1, tensor.nbytes // element, tensor.nbytes, kind, mean, deviation)
+    return Fill(tensor.offset, 1, tensor.nbytes // element, tensor.nbytes, kind, mean, deviation, shared)
 
 
 def _code_scale(k: int) -> float:

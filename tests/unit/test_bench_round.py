@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from cuq1.config import load_config
+from cuq1.cuda.weights import weights_plan
 from cuq1.errors import RequestError
-from cuq1.models import decode
+from cuq1.models import decode, q1
 from cuq1.plan.types import Plan
 from tests.paths import RELEASED
 from tools.bench_capacity import sizes
@@ -67,7 +68,8 @@ def test_the_last_sweep_becomes_a_table(tmp_path):
 
 
 def test_who_is_not_told_waits():
-    plan = decode.round_plan(*load_config(RELEASED), tp=8, rank=0)
+    config, draft = load_config(RELEASED)
+    plan = decode.round_of(q1.resolve(config, draft, weights_plan(config, draft, 8, 0), tp=8, capacity=1024), 8, 5)
 
     def polling(*left_out):
         """(label, field) of what the launches of the target that remain poll for, or make ready to be polled."""
