@@ -103,6 +103,18 @@ def test_output_of_rank_0_is_the_launchers_and_that_of_others_is_marked(tmp_path
     assert gone(tmp_path, 3)
 
 
+def test_the_script_of_a_checkout_needs_no_installation(tmp_path):
+    script, command = str(ROOT / "launch" / "launch.py"), 'test -z "$PYTHONPATH" && echo $CUQ1_RANK of $CUQ1_WORLD'
+    found = subprocess.run(
+        [script, "-n", "2", "--", "sh", "-c", command],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        check=True,
+    )
+    assert (found.stdout, found.stderr) == (b"0 of 2\n", b"[rank 1] 1 of 2\n")
+
+
 def test_much_output_arrives_whole_and_its_reader_may_leave():
     script = "import os; [print('x' * 99) for _ in range(40_000 * int(os.environ['CUQ1_RANK']))]"
     status, out, err = run("-n", 2, "--", sys.executable, "-c", script)
