@@ -508,6 +508,39 @@ struct RearmArgs {
     int reserved;
 };
 
+// Stands for a kernel that makes partials, in tools/check_multicast.py: they go to this rank's memory of a multicast
+// object, or into every rank's inbox.
+struct MulticastSendArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* source;       // [rows][HIDDEN], this rank's partials
+    float* out;                // [ROWS][HIDDEN], this rank's memory; with peers its own part of its inbox
+    int* sent;                 // this rank's word of its own copy of [MAX_RANKS], counted up by each send from -1; or null
+    const int64_t* peers;      // [RANKS], see common/exchange.cuh; or null
+    int delay;                 // nanoseconds by which the last blocks are late
+    int reserved;
+};
+
+// As MlpTailArgs, with y summed by the switch.
+struct MulticastTailArgs {
+    Fault* fault;
+    const int* live;           // 1 at least, the same on all ranks
+    int layer;
+    int rows;
+    const float* y;            // [ROWS][HIDDEN], a multicast address
+    const int* sent;           // [MAX_RANKS], a multicast address: how far each rank is; or null
+    float* unready;            // [ROWS][HIDDEN], this rank's memory of the exchange before, made NOT_READY; or null
+    const float* h;            // [rows][HIDDEN]
+    const float* ffn_out_norm; // [HIDDEN] or null
+    const float* next_norm;    // [HIDDEN]
+    float* residual;           // [rows][HIDDEN]: rms(out, next_norm) where normed_residual, else out
+    f16* normed;               // [rows][HIDDEN], rms(out, next_norm)
+    float ffn_scale;
+    int normed_residual;
+};
+
 // What the exchange's probe keeps and finds, in device memory that is zero at first.
 struct ExchangeFound {
     uint64_t compared;   // words of sums
