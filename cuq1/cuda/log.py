@@ -42,6 +42,11 @@ class ResultLog:
         self._mirror.cancel = 1
 
 
+def decided(record: abi.Record) -> bytes:
+    """All of a record but its clocks. Ranks that exchange have the same: what they decide follows from equal inputs."""
+    return bytes(record)[: abi.Record.launched.offset]
+
+
 def describe(record: abi.Record | None) -> str:
     """A record as part of a sentence."""
     if record is None:

@@ -75,9 +75,9 @@ def with_drafts(rng, states, logits):
 class Batch:
     """States and candidate lists on the GPU."""
 
-    def __init__(self, gpu, states, logits, count):
+    def __init__(self, gpu, states, logits, count, dims=RELEASED):
         """logits: float32 [requests or 1, ROWS or 1, vocab], cut into `count` pieces."""
-        self.gpu, self.pieces, self.requests = gpu, count, len(states)
+        self.gpu, self.pieces, self.requests, self.dims = gpu, count, len(states), dims
         self.state = gpu.array(states.view(np.uint8))
         self.set_logits(logits)
 
@@ -98,12 +98,12 @@ class Batch:
     def accept(self, rows=ROWS, first=0, live=0, patch=None):
         where = self.state.data.ptr, self.values.data.ptr, self.ids.data.ptr
         args = AcceptArgs(self.gpu.fault.address, live, 0, rows, *where, self.pieces, first)
-        self._run(sampling.accept(RELEASED, self.pieces), args, patch)
+        self._run(sampling.accept(self.dims, self.pieces), args, patch)
 
     def draft_sample(self, depth, live=0, patch=None):
         where = self.state.data.ptr, self.values.data.ptr, self.ids.data.ptr
         args = DraftSampleArgs(self.gpu.fault.address, live, -1, 1, *where, self.pieces, depth)
-        self._run(sampling.draft_sample(RELEASED, self.pieces), args, patch)
+        self._run(sampling.draft_sample(self.dims, self.pieces), args, patch)
 
 
 def assert_same(ours, expected, before):
