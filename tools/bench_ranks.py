@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,14 @@ def _round(bench: Bench, plans: dict[str, Plan], rows: int, repeats: int, meetin
         raise Cuq1Error("a repeated round has other results than the first one")
     for one in ready.values():
         one.close()
-    traced = {}
+    parts = {}
     for name, plan in plans.items():
-        traced[name] = {label: vars(step) for label, step in steps(_traced(bench, plan, meeting)).items()}
-        bench.check_faults()
+        rounds = traced(bench, plan, lambda: meeting.barrier("a traced round"))
+        parts[name] = {label: vars(step) for label, step in steps(rounds).items()}
     return {
         "results": results,
         "us": {name: spread_of(values)._asdict() for name, values in times.items()},
-        "steps": traced,
+        "steps": parts,
     }
 
 
@@ -123,8 +123,8 @@ def _digest(bench: Bench, rows: int) -> str:
     return found.hexdigest()
 
 
-def _traced(bench: Bench, plan: Plan, meeting: Rendezvous) -> list[list[Span]]:
-    """The launches of some rounds, each after another one that brings the ranks in step."""
+def traced(bench: Bench, plan: Plan, before: Callable[[], object] = bool) -> list[list[Span]]:
+    """The launches of some rounds, each behind another one, which brings ranks in step. before: each of these pairs."""
     tracer = Tracer(dict.fromkeys(launch.label for launch in plan.launches))
     plan = plan.with_defines(tracer.defines)
     program = Program(plan, bench.addresses)
@@ -138,10 +138,11 @@ def _traced(bench: Bench, plan: Plan, meeting: Rendezvous) -> list[list[Span]]:
     with captured.instantiate() as ready:
         ready.upload(bench.stream)
         for _ in range(ROUNDS + 1):
-            meeting.barrier("a traced round")
+            before()
             ready.launch(bench.stream)
             graph.synchronize(bench.stream)
             found.append(spans(tracer.read(), tracer.labels))
+    bench.check_faults()
     tracer.close()
     return found[1:]
 
@@ -165,6 +166,19 @@ def differences(alone: dict[str, Step], together: dict[str, Step]) -> list[tuple
     return sorted(more, key=lambda one: -abs(one[3]))
 
 
+def print_differences(table: Sequence[tuple[str, Step, Step, float]], kinds: tuple[str, str]) -> None:
+    """What `differences` found, as lines: of each kind the launches of a round, and a launch's waiting and work."""
+    head = f"{'n':>5} {'wait':>7} {'work':>7}"
+    print(f"  {'us, by the GPU clock':22} {head} {kinds[0]:10} {head} {kinds[1]:10} {'a round':>9}")
+    for label, a, b, more in table:
+        each = [
+            f"{step.count:5.0f} {step.wait / max(step.count, 1):7.2f} {step.work / max(step.count, 1):7.2f} {'':10}"
+            for step in (a, b)
+        ]
+        print(f"  {label:22} {each[0]} {each[1]} {more:+9.1f}")
+    print(f"  {'all':22} {'':65} {sum(more for *_, more in table):+9.1f}")
+
+
 def _report(
     args: argparse.Namespace, context: int, rows: int, distinct: float, every: Sequence[dict[str, Any]], name: str
 ) -> None:
@@ -179,15 +193,7 @@ def _report(
         )
         found = {kind: {label: Step(**step) for label, step in one["steps"][kind].items()} for kind in one["steps"]}
         table = differences(found["alone"], found["exchanging"])
-        heads = [f"{'n':>5} {'wait':>7} {'work':>7}"] * 2
-        print(f"  {'us, by the GPU clock':22} {heads[0]} alone, {heads[1]} exchanging")
-        for label, a, b, more in table:
-            each = [
-                f"{step.count:5.0f} {step.wait / max(step.count, 1):7.2f} {step.work / max(step.count, 1):7.2f}"
-                for step in (a, b)
-            ]
-            print(f"  {label:22} {each[0]}        {each[1]} {more:+11.1f} a round")
-        print(f"  {'all':22} {'':50} {sum(more for *_, more in table):+11.1f} a round")
+        print_differences(table, ("alone", "exchanging"))
     print("results: the same bits on all ranks, finite; alone, each rank has others", flush=True)
     if args.no_log:
         return
