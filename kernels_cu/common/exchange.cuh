@@ -6,17 +6,24 @@
 // 0 for its own. Every place is written by one rank, once between two times that its owner makes it NOT_READY.
 //
 // Why reuse is safe. A round's exchanges follow one another; each is of a kind: O (o_proj's partials and the router's), M
-// (down's), E (the draft's entry), C (candidates and statuses). The kind's INBOXES buffers take turns from layer to layer,
-// and two uses of one buffer have at least two exchanges between them. Say its uses are numbers i and j of the sequence.
-//   The owner's consumer of i reads the buffer, and then a launch of the owner makes it NOT_READY: rearm(i). It has ended
-//   before the owner's producer of some exchange m, i < m < j, stores its first word: producers store only behind a
-//   pdl_wait(), or a polled result, that implies it.
-//   A peer pushes j only after its consumer of m, which waited for the owner's part of m.
-// So rearm(i) comes before any part of j, on every rank, however far one is ahead. cuq1/models/order.py checks the
-// order of rearm(i) and m in every succession of graphs; tests/unit/test_exchange_order.py walks all interleavings of a
-// small model, and finds the loss where rearm comes one exchange too late.
+// (down's), E (the draft's entry), C (candidates and statuses). A kind's INBOXES buffers take turns, from layer to layer
+// and draft depth to draft depth. Say two uses of one buffer are numbers i and j of the sequence.
+//   The owner's consumer of i reads the buffer, and the owner makes it NOT_READY: rearm(i). M and C are rearmed by their
+//   reader, O and E by down of the same layer, or by rearm in a graph that only settles. It has ended before the owner's
+//   producer of some exchange m, i < m < j, stores its first word: producers store behind a pdl_wait(), which implies that
+//   all older launches have ended; down behind what gate_up stored, and so behind the attention tail's end.
+//   Every peer pushes j only after its consumer of m, which waited for the owner's part of m, has ended.
+// So rearm(i) comes before any part of j, on every rank, however far one is ahead. Within a layer m must not be M, which
+// down stores while it rearms O: what follows serves, O of the next layer, C of a round's end. Two buffers would do;
+// with one, M alone would lie between two layers' O. What nothing lies between is kept apart by the hosts: a prompt's NCCL
+// sums come before a request's first C, and all ranks' logits have reached the host, where that samples, before anything is
+// launched again. A draft depth that is skipped, on all ranks alike, pushes nothing and must not rearm: no peer waits for
+// it, and what it cleared could be the next round's.
+// cuq1/models/order.py checks this of the launches of every succession of graphs; tests/unit/test_exchange_order.py walks
+// all interleavings of a small model, and finds the loss where rearm comes one exchange too late.
 // The device side of "has ended before": a launch's writes are performed at its end (griddepcontrol.wait of a successor
-// returns only then), and both they and the peers' stores meet in the owner's L2.
+// returns only then), and both they and the peers' stores meet in the owner's L2. No order is asked of a peer's stores
+// among each other: every word is waited for by itself.
 //
 // Sums are taken in the order of ranks, from FP32, by every rank alike: all have the same bits, whatever came first.
 #pragma once
