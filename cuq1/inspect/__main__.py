@@ -13,6 +13,7 @@ from cuq1.inspect.render import render
 from cuq1.inspect.report import report
 
 DEFAULT_BANDWIDTH = "4.5TB/s"  # an H200 reading its memory
+DEFAULT_LINK = "395GB/s"  # an H200 copying to another one by NVLink
 
 # The B of bytes is a capital: Gb/s are bits.
 _BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMgGtT]?)(?:B(?:/s)?)?")
@@ -55,15 +56,19 @@ def _inspect(argv: Sequence[str] | None) -> int:
     parser.add_argument("--rank", type=int, metavar="N", help="with --plan: which rank (default 0)")
     parser.add_argument("--rows", type=int, metavar="N", help="with --plan: rows verified, 1 to 8 (default 8)")
     parser.add_argument("--distinct", type=float, metavar="N", help="with --plan: distinct experts a layer")
+    parser.add_argument(
+        "--link", type=_bandwidth, metavar="B/s", help=f"with --plan: to other ranks (default {DEFAULT_LINK})"
+    )
     args = parser.parse_args(argv)
     if args.plan:
         from cuq1.inspect.plan import plan_report, render_plan  # noqa: PLC0415  (kernels' sizes, for this alone)
 
         rank, rows = args.rank or 0, 8 if args.rows is None else args.rows
-        found = plan_report(args.dir, args.tp, rank, rows, args.context, args.distinct, args.bandwidth)
+        link = parse_bandwidth(DEFAULT_LINK) if args.link is None else args.link
+        found = plan_report(args.dir, args.tp, rank, rows, args.context, args.distinct, args.bandwidth, link)
         text = render_plan(found)
-    elif any(value is not None for value in (args.rank, args.rows, args.distinct)):
-        parser.error("--rank, --rows and --distinct choose what --plan prints: give --plan as well")
+    elif any(value is not None for value in (args.rank, args.rows, args.distinct, args.link)):
+        parser.error("--rank, --rows, --distinct and --link choose what --plan prints: give --plan as well")
     else:
         found = report(args.dir, args.tp, args.context, args.bandwidth)
         text = render(found)

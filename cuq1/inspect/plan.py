@@ -9,6 +9,7 @@ from cuq1.config import load_config
 from cuq1.errors import ConfigError
 from cuq1.inspect.render import aligned, size_text
 from cuq1.models.decode import round_plan
+from cuq1.models.inbox_use import uses_of
 from cuq1.plan.cost import FLOOR_DEPTHS
 from cuq1.plan.dims import ROWS
 
@@ -17,10 +18,19 @@ DISTINCT = 37.7  # distinct experts a layer of the released model at six rows, w
 
 
 def plan_report(
-    folder: Path, tp: int, rank: int, rows: int, context: int | None, distinct: float | None, bandwidth: float
+    folder: Path,
+    tp: int,
+    rank: int,
+    rows: int,
+    context: int | None,
+    distinct: float | None,
+    bandwidth: float,
+    link: float,
 ) -> dict[str, Any]:
     """Every launch of one round of a rank: geometry, bytes, and their floor in microseconds at `bandwidth` bytes/s.
 
+    Where there are several ranks, also the bytes that each launch sends to all peers together, and their floor at
+    `link` bytes/s. The round's drafts count as accepted.
     The round verifies `rows` rows and makes five drafts, fewer where the draft has fewer slots, none without a draft.
     Raises ConfigError for what no rank or round can be.
     """
@@ -41,6 +51,8 @@ def plan_report(
     plan = round_plan(
         config, draft, tp=tp, rank=rank, rows=rows, drafts=drafts, context=context, distinct=float(distinct)
     )
+    uses = uses_of(plan, [rows] + [1] * (ROWS - 1))
+    pushes = [(tp - 1) * sum(end - begin for begin, end in use.pushes) for use in uses]
     launches = [
         {
             "label": launch.label,
@@ -55,8 +67,10 @@ def plan_report(
             "read_bytes": launch.read_bytes,
             "write_bytes": launch.write_bytes,
             "floor_us": launch.read_bytes / bandwidth * 1e6,
+            "pushed_bytes": pushed,
+            "link_us": pushed / link * 1e6,
         }
-        for launch in plan.launches
+        for launch, pushed in zip(plan.launches, pushes, strict=True)
     ]
     return {
         "path": str(folder).encode(errors="replace").decode(),
@@ -73,6 +87,9 @@ def plan_report(
         "buffer_bytes": plan.total_bytes(),
         "read_bytes": plan.read_bytes(),
         "floor_us": plan.read_bytes() / bandwidth * 1e6,
+        "link_bandwidth": link,
+        "pushed_bytes": sum(pushes),
+        "link_us": sum(pushes) / link * 1e6,
     }
 
 
@@ -82,10 +99,14 @@ def render_plan(found: dict[str, Any]) -> str:
     for launch in found["launches"]:
         part = "draft" if launch["layer"] < 0 else "target"
         geometry = (*launch["grid"], launch["block"], launch["cluster"], launch["smem"])
-        key = (part, launch["label"], launch["variant"], geometry, launch["read_bytes"])
+        key = (part, launch["label"], launch["variant"], geometry, launch["read_bytes"], launch["pushed_bytes"])
         groups.setdefault(key, []).append(launch)
-    head = ("launch", "of", "times", "blocks x threads", "cluster", "smem", "reads", "us each", "us")
+    head: tuple[str, ...] = ("launch", "of", "times", "blocks x threads", "cluster", "smem", "reads", "us each", "us")
     table = [_row(launches, found["layers"]) for launches in groups.values()]
+    if found["tp"] > 1:
+        head = (*head, "pushes", "us each", "us")
+        table = [(*row, *_pushed(launches)) for row, launches in zip(table, groups.values(), strict=True)]
+    right = (2, *range(4, len(head)))
     title = (
         f"{found['path']}: a round of rank {found['rank']} of {found['tp']}, {found['rows']} rows verified, "
         f"{found['drafts']} drafts, context {found['context']}, {found['distinct_experts']:g} distinct experts a layer"
@@ -95,7 +116,12 @@ def render_plan(found: dict[str, Any]) -> str:
         f"{found['floor_us']:.1f} us at {found['bandwidth'] / 1e12:g} TB/s; "
         f"buffers take {size_text(found['buffer_bytes'])}"
     )
-    return f"{title}\n\n{aligned([head, *table], right=(2, 4, 5, 6, 7, 8))}\n\n{totals}"
+    if found["tp"] > 1:
+        totals += (
+            f"\nthey push {size_text(found['pushed_bytes'])} to {found['tp'] - 1} peers: {found['link_us']:.1f} us at "
+            f"{found['link_bandwidth'] / 1e9:g} GB/s"
+        )
+    return f"{title}\n\n{aligned([head, *table], right=right)}\n\n{totals}"
 
 
 def _row(launches: list[dict[str, Any]], layers: int) -> tuple[str, ...]:
@@ -112,6 +138,14 @@ def _row(launches: list[dict[str, Any]], layers: int) -> tuple[str, ...]:
         f"{first['floor_us']:.2f}",
         f"{sum(launch['floor_us'] for launch in launches):.1f}",
     )
+
+
+def _pushed(launches: list[dict[str, Any]]) -> tuple[str, ...]:
+    first = launches[0]
+    if first["pushed_bytes"] == 0:
+        return "", "", ""
+    total = sum(launch["link_us"] for launch in launches)
+    return size_text(first["pushed_bytes"]), f"{first['link_us']:.2f}", f"{total:.1f}"
 
 
 def _places(numbers: Iterable[int], layers: int) -> str:

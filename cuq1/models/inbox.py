@@ -48,15 +48,24 @@ class Inbox:
     @cached_property
     def _offsets(self) -> dict[str, int]:
         found, end = {}, 0
-        for name, shape in self._shapes.items():
+        for name in self._shapes:
             found[name] = end
-            end += -(-prod(shape) * 4 // 16) * 16
-        return found | {"end": -(-end // ALIGNMENT) * ALIGNMENT}
+            end += self._padded(name)
+        return found
+
+    def _padded(self, name: str) -> int:
+        """Bytes of a piece, in whole 16-byte words."""
+        return -(-prod(self._shapes[name]) * 4 // 16) * 16
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Of one of the buffers."""
+        return -(-sum(map(self._padded, self._shapes)) // ALIGNMENT) * ALIGNMENT
 
     @property
     def bytes(self) -> int:
         """Of all buffers; the allocation is NOT_READY, all bits set, before first use."""
-        return self._offsets["end"] * abi.INBOXES
+        return self.buffer_bytes * abi.INBOXES
 
     def buffers(self) -> list[Buffer]:
         """The inbox, and the distances to the ranks' inboxes from it, int64 [MAX_RANKS]."""
@@ -67,16 +76,13 @@ class Inbox:
 
     def whole(self, name: str, turn: int) -> Ref:
         """The first byte of a piece."""
-        return Ref("inbox", turn % abi.INBOXES * self._offsets["end"] + self._offsets[name])
+        return Ref("inbox", turn % abi.INBOXES * self.buffer_bytes + self._offsets[name])
 
     def own(self, name: str, turn: int) -> Ref:
-        """Where this rank's part of a piece begins."""
-        shape = self._shapes[name]
-        axis = 1 if name in ("values", "ids") else 0
-        whole = self.whole(name, turn)
-        return Ref("inbox", whole.offset + self.place * prod(shape[axis + 1 :]) * 4)
+        """Where this rank's part of a piece begins; not of `eh`, of which it has columns."""
+        axis = {"values": 1, "ids": 1}.get(name, 0)
+        return Ref("inbox", self.whole(name, turn).offset + self.place * prod(self._shapes[name][axis + 1 :]) * 4)
 
     def pieces(self, first: str, last: str) -> int:
         """16-byte words from the piece `first` to the end of `last`."""
-        names = [*self._offsets]
-        return (self._offsets[names[names.index(last) + 1]] - self._offsets[first]) // 16
+        return (self._offsets[last] + self._padded(last) - self._offsets[first]) // 16

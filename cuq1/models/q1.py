@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from ctypes import sizeof
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Protocol
 
@@ -110,7 +111,7 @@ class Model:
     place: int = 0
     folded: bool = True
 
-    @property
+    @cached_property
     def inbox(self) -> Inbox | None:
         """Where peers push their parts, or None where nothing is exchanged."""
         return Inbox(self.dims, self.place) if self.dims.ranks > 1 else None

@@ -98,6 +98,16 @@ def draft_depth_bytes(draft: DraftConfig, tp: int, context: int | None = None) -
     return weights + rows * kv_row_bytes(config, tp)
 
 
+def pushed_bytes(config: Q1Config, tp: int, rows: int) -> int:
+    """What a rank sends to its `tp - 1` peers in a pass of `rows` rows over the target's layers.
+
+    FP32 partials of attention and MLP, and the router's two.
+    """
+    layers, dense = config.num_layers, len(config.mlp_only_layers)
+    words = layers * 2 * config.hidden_size + (layers - dense) * 2 * config.num_experts
+    return (tp - 1) * rows * words * FP32_BYTES
+
+
 def kv_row_bytes(config: Q1Config, tp: int) -> int:
     """K and V of one position in one layer, cached in BF16."""
     return 2 * kv_heads_per_rank(config, tp) * config.head_dim * BF16_BYTES

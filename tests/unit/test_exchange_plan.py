@@ -115,7 +115,7 @@ def test_ranks_that_do_not_launch_the_same():
 
 
 def moved(ref, turns=1):
-    size = models()[0].inbox._offsets["end"]
+    size = models()[0].inbox.buffer_bytes
     return Ref(ref.buffer, (ref.offset + turns * size) % (size * abi.INBOXES))
 
 

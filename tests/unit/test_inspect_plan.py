@@ -9,7 +9,7 @@ import pytest
 from cuq1.config import load_config
 from cuq1.inspect.__main__ import main
 from cuq1.inspect.plan import _places
-from cuq1.plan.cost import target_cost
+from cuq1.plan.cost import pushed_bytes, target_cost
 from tests.paths import NANO, RELEASED, ROOT
 
 
@@ -27,8 +27,36 @@ def test_the_released_round_is_printed_with_identical_layers_on_one_line(capsys)
     assert len(lines) < 60
     (moe,) = [line for line in lines if line.split()[0:2] == ["attn_tail", "1-87"]]
     assert moe.split()[2] == "87"
-    assert [line.split()[1] for line in lines if line.strip().startswith("eh_proj")] == ["draft"]
-    assert lines[-1].split()[1] == "launches"
+    entries = [line.split() for line in lines if line.strip().startswith("eh_proj")]
+    assert [line[1:3] for line in entries] == [["draft", "1"], ["draft", "4"]]  # the first depth's has more rows
+    assert lines[-2].split()[1] == "launches"
+
+
+def test_what_goes_to_the_peers_is_printed(capsys):
+    lines = shown(capsys, RELEASED, "--plan", "--tp", 8, "--rows", 8, "--link", "400GB/s").splitlines()
+    (head,) = (line.split() for line in lines if line.split()[:1] == ["launch"])
+    assert head[-4:] == ["pushes", "us", "each", "us"]
+    # 8 rows of 3072 and twice 256 floats, to each of 7 peers
+    (o_proj,) = (line.split() for line in lines if line.split()[:2] == ["o_proj", "1-87"])
+    assert o_proj[-4:] == ["803", "kB", "2.01", "174.6"]
+    assert lines[-1] == "they push 133 MB to 7 peers: 332.0 us at 400 GB/s"
+    alone = shown(capsys, NANO, "--plan")
+    assert "push" not in alone
+
+
+@pytest.mark.parametrize(("folder", "tp"), [(RELEASED, 8), (NANO, 2), (NANO, 1)])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_pushed_bytes_are_what_the_cost_model_counts(capsys, folder, tp, rows):
+    found = json.loads(shown(capsys, folder, "--plan", "--tp", tp, "--rows", rows, "--json"))
+    launches = found["launches"]
+    config, _ = load_config(folder)
+    layers = sum(launch["pushed_bytes"] for launch in launches if 0 <= launch["layer"] < config.num_layers)
+    assert layers == pushed_bytes(config, tp, rows)
+    assert found["pushed_bytes"] == sum(launch["pushed_bytes"] for launch in launches)
+    assert found["link_us"] == pytest.approx(found["pushed_bytes"] / found["link_bandwidth"] * 1e6)
+    assert {launch["label"] for launch in launches if launch["pushed_bytes"] > 0} == (
+        {"o_proj", "down", "eh_proj", "top_k"} if tp > 1 else set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,8 +96,10 @@ def test_fewer_rows_cost_fewer_experts(capsys):
         (["--plan", "--rows", 1, "--distinct", 9], "1 rows choose 8 to 8 distinct experts a layer, not 9"),
         (["--plan", "--tp", 0], "tp 0 must be from 1"),
         (["--plan", "--tp", 7], "tp 7 does not divide this model"),
-        (["--rank", 0], "--rank, --rows and --distinct choose what --plan prints"),
-        (["--rows", 3], "--rank, --rows and --distinct choose what --plan prints"),
+        (["--rank", 0], "--rank, --rows, --distinct and --link choose what --plan prints"),
+        (["--rows", 3], "--rank, --rows, --distinct and --link choose what --plan prints"),
+        (["--link", "1GB/s"], "--rank, --rows, --distinct and --link choose what --plan prints"),
+        (["--plan", "--link", "0"], "'0' is not a bandwidth"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(capsys, arguments, message):

@@ -26,15 +26,23 @@ def test_a_round_reads_what_the_cost_model_counts(configs):
     assert plan.read_bytes() == pytest.approx(expected, rel=0.01)
 
 
-def test_every_layer_has_its_kernels(configs):
+def model_of(configs, tp, ranks, rank=0, **options):
+    """A rank of `tp` that exchanges with `ranks` of them, itself included."""
     config, draft = configs
-    plan = decode.round_plan(config, draft, tp=8, rank=3, rows=4, drafts=3)
+    layout = weights_plan(config, draft, tp, rank)
+    return q1.resolve(config, draft, layout, tp=tp, rank=rank, ranks=ranks, place=rank % ranks, **options)
+
+
+@pytest.mark.parametrize(("ranks", "tails"), [(1, 2), (2, 88), (8, 88)])
+def test_every_layer_has_its_kernels(configs, ranks, tails):
+    """Where ranks exchange, each layer has a tail that adds their parts of the MLP."""
+    plan = decode.round_of(model_of(configs, 8, ranks, 3, capacity=1024), 4, 3, short=True)
     counts = Counter((launch.label, launch.layer >= 0) for launch in plan.launches)
     for label in ("qkv", "attention", "o_proj", "attn_tail", "gate_up", "down"):
         assert counts[label, True] == 88
         assert counts[label, False] == 3
     assert counts["combine", True] == counts["combine", False] == 0
-    assert (counts["mlp_tail", True], counts["mlp_tail", False]) == (2, 3)
+    assert (counts["mlp_tail", True], counts["mlp_tail", False]) == (tails, 3)
     assert counts["lm_head", True] == counts["accept", True] == 1
     assert counts["draft_sample", False] == 3
 
@@ -48,10 +56,11 @@ def test_long_full_layers_combine_splits(configs):
         assert sum(launch.label == "combine" for launch in plan.launches) == combines
 
 
-def test_without_drafts_the_draft_only_takes_in_what_was_committed():
+@pytest.mark.parametrize(("tp", "labels"), [(1, ["eh_proj", "qkv"]), (2, ["eh_proj", "qkv", "rearm"])])
+def test_without_drafts_the_draft_only_takes_in_what_was_committed(tp, labels):
     config, draft = load_config(NANO)
-    plan = decode.round_plan(config, draft, tp=1, rank=0, rows=1, drafts=0)
-    assert [launch.label for launch in plan.launches if launch.layer == DRAFT] == ["eh_proj", "qkv"]
+    plan = decode.round_plan(config, draft, tp=tp, rank=0, rows=1, drafts=0)
+    assert [launch.label for launch in plan.launches if launch.layer == DRAFT] == labels
 
 
 def test_a_model_without_a_draft():
@@ -84,8 +93,8 @@ def test_a_rank_adds_its_own_slice_of_the_residual_to_the_router(configs):
 
 
 def test_what_is_polled_was_made_unready_by_the_layer_before(configs):
-    config, draft = configs
-    plan = decode.round_plan(config, draft, tp=8, rank=0)
+    """On one rank, whose layers take turns with one buffer; several ranks': tests/unit/test_exchange_plan.py."""
+    plan = decode.round_of(model_of(configs, 8, 1), 8, 5)
     unready: set[str] = set()
     for one in plan.launches:
         if one.label == "attn_tail":
@@ -94,3 +103,36 @@ def test_what_is_polled_was_made_unready_by_the_layer_before(configs):
         if one.label == "down":
             unready |= {ref.buffer for name, ref in one.refs() if name == "unready"}
     assert not unready
+
+
+def test_one_rank_alone_exchanges_nothing(configs):
+    alone = decode.round_of(model_of(configs, 8, 1), 8, 5)
+    assert not {"inbox", "peers"} & {buffer.name for buffer in alone.buffers}
+    assert all(launch.args.get("peers", 0) == 0 for launch in alone.launches)
+    assert not any(name == "RANKS" for kernel in alone.kernels() for name, _ in kernel.defines)
+
+
+def test_what_ranks_exchange_lies_in_their_inboxes(configs):
+    plan = decode.round_of(model_of(configs, 8, 2), 8, 5)
+    pushing = {"o_proj", "down", "eh_proj", "top_k"}
+    assert {launch.label for launch in plan.launches if launch.args.get("peers", 0) != 0} == pushing
+    assert {launch.label for launch in plan.launches if "inbox" in {ref.buffer for _, ref in launch.refs()}} == {
+        *pushing,
+        *("attn_tail", "mlp_tail", "qkv", "accept", "draft_sample"),
+    }
+    # What one rank writes for itself is then nobody's.
+    assert not {"o", "y", "eh_pieces", "top_values", "top_ids"} & {buffer.name for buffer in plan.buffers}
+
+
+def test_an_inbox_holds_three_buffers_of_every_piece(configs):
+    inbox = model_of(configs, 8, 8, 5).inbox
+    names = ["o", "router_attended", "router_residual", "eh", "y", "values", "ids", "status"]
+    sizes = [8 * 8 * 3072, 8 * 8 * 256, 8 * 8 * 256, 6 * 8 * 3072, 8 * 8 * 3072, 8 * 8 * 32, 8 * 8 * 32, 8 * 4]
+    assert [inbox.pieces(name, name) for name in names] == [size // 4 for size in sizes]
+    starts = [inbox.whole(name, 0).offset for name in names]
+    assert starts == [4 * sum(sizes[:i]) for i in range(len(names))]
+    assert inbox.bytes == 3 * inbox.whole("o", 1).offset == sum(buffer.bytes for buffer in inbox.buffers()[:1])
+    assert inbox.whole("y", 4) == inbox.whole("y", 1) != inbox.whole("y", 2)
+    assert inbox.own("o", 0).offset - inbox.whole("o", 0).offset == 5 * 8 * 3072 * 4
+    assert inbox.own("ids", 2).offset - inbox.whole("ids", 2).offset == 5 * 32 * 4
+    assert inbox.own("status", 0).offset - inbox.whole("status", 0).offset == 5 * 16
