@@ -1,16 +1,23 @@
 """Engines: the interface that they share, and the one place that picks between cpu and cuda."""
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.errors import DeviceError, RequestError
+from cuq1.parallel.rendezvous import WORLD, Rendezvous
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import DecodeStream
+
+if TYPE_CHECKING:
+    from cuq1.cuda.engine import CudaEngine
 
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["f16", "fp8"]
@@ -70,14 +77,19 @@ def open_engine(
     progress: Callable[[int, int], None] | None = None,
     activations: Activations = "f16",
     loop: Loop = "device",
+    meeting: Rendezvous | None = None,
 ) -> Engine:
     """Load a checkpoint folder into an engine.
 
-    device: "cpu" is the NumPy engine, "cuda" one GPU; "auto" takes the GPU where there is a usable one. tp: the
-    number of ranks whose shares compute (on the CPU one after the other, as a check of the split). progress(done,
-    total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3, on the GPU
-    alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Raises ConfigError,
-    CheckpointError, DeviceError or RequestError.
+    device: "cpu" is the NumPy engine, "cuda" a GPU a rank; "auto" takes GPUs where there is a usable one and, with
+    several ranks, where this process is one of them. tp: the number of ranks whose shares compute: on the CPU one after
+    the other, as a check of the split; on GPUs each in a process that cuq1-launch has started, all of which call this.
+    On rank 0 it returns; on the others it does what rank 0's engine does, and ends the process with that
+    (SystemExit). meeting: the run's rendezvous, where the caller has one already; it stays the caller's.
+
+    progress(done, total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3,
+    on the GPU alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Raises
+    ConfigError, CheckpointError, DeviceError, RequestError or, where another rank failed, LaunchError.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device must be auto, cpu or cuda, not {device!r}")
@@ -87,20 +99,36 @@ def open_engine(
         raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
     if loop not in ("device", "host"):
         raise RequestError(f"loop must be device or host, not {loop!r}")
-    if device == "cuda" or (device == "auto" and tp == 1 and _usable_gpu()):
-        return _open_cuda(model_dir, tp, progress, activations, loop)
+    if device == "auto":
+        device = "cuda" if (os.environ.get(WORLD) == str(tp) if tp > 1 else usable_gpu()) else "cpu"
+    if device == "cuda":
+        open_one = partial(_open_cuda, model_dir, tp, progress, activations, loop)
+        return open_one(None) if tp == 1 else _open_ranks(open_one, tp, meeting)
     if activations != "f16":
         raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
     return _open_cpu(model_dir, tp, progress)
 
 
-def _usable_gpu() -> bool:
+def usable_gpu() -> bool:
+    """Whether there is a GPU that the engine can use."""
     from cuq1.cuda.driver import open_device  # noqa: PLC0415  (an engine's imports are paid for by its users)
 
     try:
         open_device()
     except DeviceError:
         return False
+    return True
+
+
+def has_gpus(count: int) -> bool:
+    """Whether the driver sees any GPU; DeviceError where it sees some, but fewer than `count`. None is opened."""
+    from cuq1.cuda.driver import require_devices  # noqa: PLC0415
+
+    try:
+        require_devices(1)
+    except DeviceError:
+        return False
+    require_devices(count)
     return True
 
 
@@ -116,7 +144,26 @@ def _open_cuda(
     progress: Callable[[int, int], None] | None,
     activations: Activations,
     loop: Loop,
-) -> Engine:
+    meeting: Rendezvous | None,
+) -> "CudaEngine":
     from cuq1.cuda.engine import CudaEngine  # noqa: PLC0415
 
-    return CudaEngine(model_dir, tp, progress=progress, activations=activations, loop=loop)
+    return CudaEngine(model_dir, tp, progress=progress, activations=activations, loop=loop, meeting=meeting)
+
+
+def _open_ranks(open_one: Callable[[Rendezvous], "CudaEngine"], tp: int, given: Rendezvous | None) -> Engine:
+    """Rank 0's engine; on the others, this does not return."""
+    from cuq1.parallel.follow import Leader, follow  # noqa: PLC0415
+
+    if given is None and not os.environ.get(WORLD):
+        raise RequestError(f"tp {tp} on GPUs takes {tp} processes: start this program with cuq1-launch -n {tp} --")
+    with ExitStack() as stack:
+        meeting = stack.enter_context(Rendezvous()) if given is None else given
+        if meeting.world != tp:
+            raise RequestError(f"tp {tp} does not go with a run of {meeting.world} ranks: give one of the two numbers")
+        engine = open_one(meeting)
+        if meeting.rank == 0:
+            stack.pop_all()  # it lasts as long as the engine
+            return Leader(engine, meeting, owned=given is None)
+        follow(engine, meeting)
+        raise SystemExit(0)

@@ -3,6 +3,9 @@
 In a pipe, stdout is the generated text, exactly, in UTF-8. In a terminal, reasoning
 is dimmed and tool calls are set out. --json prints one object instead. Bad input gives
 one sentence on stderr and exit status 2; Ctrl-C gives what there is and 130.
+
+--tp N on GPUs runs this program as N ranks (cuq1.parallel), each on a GPU of its own: rank 0
+reads and prints, the others follow its engine.
 """
 
 import argparse
@@ -18,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from cuq1.answer import Answer, Clock, PlainWriter, TerminalWriter
+from cuq1.checkpoint import RankShare
 from cuq1.cli import INTERRUPTED, Parser, guarded
 from cuq1.config import load_config, load_sampling_defaults
-from cuq1.engine import Engine, open_engine
+from cuq1.cuda.driver import require_devices
+from cuq1.engine import Engine, has_gpus, open_engine
 from cuq1.errors import RequestError, TextError
+from cuq1.parallel.rank import Part, as_rank, launched
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from cuq1.sampling.params import check_draft, check_prompt
 from cuq1.text import ChatTemplate, Tokenizer, check_tools
@@ -45,6 +51,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--messages", metavar="FILE", help="JSON list of messages, - for stdin")
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools that the model may call")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="GPUs that share the model (default: 1, or the ranks of cuq1-launch)"
+    )
     parser.add_argument(
         "--activations",
         choices=["f16", "fp8"],
@@ -147,12 +156,32 @@ def _progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def _generate(options: argparse.Namespace) -> int:
-    """Everything that can be refused is checked before the weights are read."""
-    started = time.perf_counter()
+def _model(options: argparse.Namespace) -> Path:
     nano = Path(str(resources.files("cuq1") / "assets" / "iquest-q1-nano"))
-    model = nano if options.model is None else Path(options.model)
+    return nano if options.model is None else Path(options.model)
+
+
+def _engine(options: argparse.Namespace, part: Part | None) -> Engine:
+    progress = _progress if sys.stderr.isatty() else None
+    return open_engine(
+        _model(options),
+        options.device,
+        options.tp,
+        progress=progress,
+        activations=options.activations,
+        loop=options.loop,
+        meeting=None if part is None else part.meeting,
+    )
+
+
+def _generate(options: argparse.Namespace, part: Part | None) -> int:
+    """Everything that can be refused is checked before the weights are read, and before other ranks start."""
+    started = time.perf_counter()
+    model = _model(options)
     config, draft_config = load_config(model)
+    for split in (config, None if draft_config is None else draft_config.layer):
+        if split is not None:
+            RankShare(split, options.tp)
     params = _params(options, DecodeParams(**vars(load_sampling_defaults(model, config))))
     check_draft(params.draft, 0 if draft_config is None else draft_config.num_draft_slots)
     tokenizer = Tokenizer.load(model, config.vocab_size)
@@ -160,10 +189,10 @@ def _generate(options: argparse.Namespace) -> int:
     ids = check_prompt(request.ids, config.vocab_size, config.max_position_embeddings, room=1)
     output = OutputStream(tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning)
     writer = None if options.json else TerminalWriter() if sys.stdout.isatty() else PlainWriter()
-    progress = _progress if sys.stderr.isatty() else None
-    with open_engine(
-        model, options.device, progress=progress, activations=options.activations, loop=options.loop
-    ) as engine:
+    if part is not None and options.device == "cuda" and options.tp > 1:
+        require_devices(options.tp)
+        part.begin()
+    with _engine(options, part) as engine:
         loaded = time.perf_counter()
         answer = Answer(len(ids), output, params.stop_tokens, writer, Clock(started, loaded, loaded))
         return _answer(engine, ids, params, answer, options)
@@ -186,19 +215,48 @@ def _answer(engine: Engine, ids: list[int], params: DecodeParams, answer: Answer
     return status
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, part: Part | None) -> int:
     options = _arguments(argv)
+    options.tp, options.device = _ranks(options, part)
+    if part is None and options.tp > 1 and options.device == "cuda":
+        return _launch(options, sys.argv[1:] if argv is None else argv)
+    if part is not None and not part.channel.leads:
+        with _engine(options, part):
+            raise AssertionError("a rank that follows has no engine to call")
     if isinstance(sys.stdout, TextIOWrapper):
         if sys.stdout.isatty():
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
         else:
             sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-    return _generate(options)
+    return _generate(options, part)
+
+
+def _ranks(options: argparse.Namespace, part: Part | None) -> tuple[int, str]:
+    """How many ranks share the model, and on what: several are on GPUs where there are any."""
+    world = 1 if part is None else part.meeting.world
+    tp = world if options.tp is None else options.tp
+    if tp < 1:
+        raise RequestError(f"--tp must be at least 1, not {tp}")
+    if options.device == "cpu" or tp == world == 1:
+        return tp, options.device
+    if part is not None and tp != world:
+        raise RequestError(f"--tp {tp} does not go with {world} ranks of cuq1-launch: leave it out")
+    return tp, "cuda" if options.device == "cuda" or has_gpus(tp) else "cpu"
+
+
+def _launch(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """This program once more, as a rank for each GPU; what their launcher can refuse, it does."""
+    from cuq1.parallel.launch import Launch  # noqa: PLC0415  (few need it)
+
+    RankShare(load_config(_model(options))[0], options.tp)
+    return Launch([sys.executable, "-m", "cuq1.generate", *argv], options.tp, program="cuq1.generate").run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return guarded("cuq1.generate", lambda: _run(argv))
+    if launched():
+        return guarded("cuq1.generate", lambda: as_rank(lambda part: _run(argv, part)))
+    return guarded("cuq1.generate", lambda: _run(argv, None))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ class Device:
     smem: int
 
 
+def require_devices(count: int) -> None:
+    """Raises DeviceError where the driver sees fewer than `count` GPUs, one for each rank. No GPU is opened."""
+    found = int(check(bindings().cuDeviceGetCount()))
+    if found < count:
+        raise DeviceError(
+            f"tp {count} needs {count} GPUs, one for each rank, and the driver sees {found}: "
+            "choose a smaller tp, check CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+
+
 def open_device(ordinal: int = 0) -> Device:
     """Opens a GPU: its primary context, which CuPy uses as well, is retained once and made the calling thread's.
 

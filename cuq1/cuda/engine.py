@@ -6,6 +6,7 @@ device cannot sample by itself (no top_k, or one above 32 candidates) is compute
 host, a step at a time.
 """
 
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,16 +19,19 @@ from numpy.typing import NDArray
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import load_sampling_defaults
 from cuq1.cuda import abi
-from cuq1.cuda.driver import open_device
+from cuq1.cuda.abandon import let_go
+from cuq1.cuda.driver import open_device, require_devices
 from cuq1.cuda.hostsample import HostSampler
 from cuq1.cuda.loop import TIMEOUT, UNBOUNDED, DeviceLoop
 from cuq1.cuda.prefill import Prefill
+from cuq1.cuda.ranks import Ranks, plan_values, setup
 from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
 from cuq1.models.loop import draft_threshold
 from cuq1.models.prefill import CHUNK
+from cuq1.parallel.rendezvous import Rendezvous
 from cuq1.plan.dims import MAX_TOP_K, ROWS
 from cuq1.plan.types import Defines
 from cuq1.sampling.depth import DepthRule, default_rule
@@ -41,13 +45,15 @@ F32 = NDArray[np.float32]
 
 
 class CudaEngine(SequenceEngine):
-    """One request at a time on one GPU.
+    """One request at a time on one GPU, or on this rank's GPU of several: the rank's number among those visible.
 
-    activations: "f16" computes with half-precision activations; "fp8" quantises what enters the experts to E4M3, with
-    a scale a row. capacity: positions that the caches hold, the model's context where it is None. loop: who launches a
-    request's rounds. timeout: seconds after which a round that the device launched counts as stalled. defines: for
-    tools and tests, constants of decode kernels by label (Plan.with_defines). Raises ConfigError, CheckpointError, and
-    DeviceError where there is no usable GPU or too little memory.
+    tp: the number of ranks. meeting: where they meet, if there are several; all of them open their engines together,
+    and call them alike (cuq1.parallel.follow). activations: "f16" computes with half-precision activations; "fp8"
+    quantises what enters the experts to E4M3, with a scale a row. capacity: positions that the caches hold, the model's
+    context where it is None. loop: who launches a request's rounds. timeout: seconds after which a round that the
+    device launched counts as stalled. defines: for tools and tests, constants of decode kernels by label
+    (Plan.with_defines). Raises ConfigError, CheckpointError, DeviceError where there is no usable GPU or too little
+    memory, and LaunchError where ranks differ.
     """
 
     chunk = CHUNK
@@ -64,42 +70,58 @@ class CudaEngine(SequenceEngine):
         loop: LoopKind = "device",
         timeout: float = TIMEOUT,
         defines: Mapping[str, Defines] | None = None,
+        meeting: Rendezvous | None = None,
     ) -> None:
         super().__init__()
         if loop not in ("device", "host"):
             raise RequestError(f"loop must be device or host, not {loop!r}")
-        if tp != 1:
-            raise DeviceError(f"the CUDA engine computes on one GPU, not with tp {tp}: use tp 1, or --device cpu")
+        if tp > 1 and (meeting is None or meeting.world != tp):
+            raise DeviceError(f"with tp {tp} the CUDA engine is one of {tp} ranks': start as many with cuq1-launch")
         if activations not in ("f16", "fp8"):
             raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
         checkpoint = Checkpoint.open(model_dir)
         self.config = checkpoint.config
         self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
         self._context = min(self.config.max_position_embeddings, capacity or self.config.max_position_embeddings)
-        device = open_device()
-        weights = rank_weights(checkpoint)
+        ranks = Ranks(meeting) if meeting is not None and tp > 1 else None
+        rank = 0 if ranks is None else ranks.rank
+        if ranks is not None:
+            if rank == 0:
+                require_devices(tp)  # before the others look for theirs: it is said once
+            ranks.agree("setup", setup(checkpoint, tp=tp, context=self._context, activations=activations, loop=loop))
+        device = open_device(rank)
+        weights = rank_weights(checkpoint, tp, rank)
         self._model = q1.resolve(
             checkpoint.config,
             checkpoint.draft_config,
             weights.layout,
+            tp=tp,
+            rank=rank,
             capacity=self._context,
             sms=device.multiprocessors,
             fp8_activations=activations == "fp8",
+            ranks=tp,
+            place=rank,
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
         rule = default_rule()
         rule = depth_rule or replace(rule, threshold=draft_threshold(self._model, rule.worth))
-        self._runtime = Runtime(self._model, weights, rule, progress, defines)
+        if ranks is not None:
+            ranks.agree("plan", plan_values(self._model, rule, device.arch))
+        self._runtime = Runtime(self._model, weights, rule, progress, defines, ranks)
         self._prefill = Prefill(self._runtime)
         self._host = HostSampler(self._runtime, rule)
         self._loop: DeviceLoop | None = None
         self._following = False  # what changes is the count of what the device has done
+        self._drafted = 0  # the most drafts a round of what the device is doing
         rings = [layer for layer in self._model.all_layers if layer.sliding]
         self._room = min([UNBOUNDED, *(layer.slots - layer.window for layer in rings)])
         try:
             self._loop = DeviceLoop(self._runtime, self.max_drafts, timeout=timeout) if loop == "device" else None
             self._reset()
-        except BaseException:
+        except BaseException as error:
+            if ranks is not None:
+                self.abandon(str(error))
             self._release()
             raise
 
@@ -127,6 +149,29 @@ class CudaEngine(SequenceEngine):
     def memory(self) -> dict[str, int]:
         """Bytes of GPU memory by name."""
         return dict(self._runtime.sizes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What decides how the next call is computed, with a checksum of the last tokens: the same on all ranks."""
+        last = np.asarray(self._tokens[-64:], np.int32)
+        held = (self._done, self._settled, int(self._fresh), self._target_end, self._draft_end)
+        return (len(self._tokens), *held, zlib.crc32(last.tobytes()))
+
+    @property
+    def unattended(self) -> bool:
+        """Whether the running request's next round comes without the host."""
+        return self._loop is not None and self._loop.unattended
+
+    def take_back(self, length: int) -> None:
+        """On a rank that follows, after a request was ended: forget what rank 0 has not read of it."""
+        self._tokens = self._tokens[:length]
+        self._forget(self._done - (length - 1))
+
+    def abandon(self, reason: str) -> None:
+        """Ask nothing of the GPU any more, since other ranks may not take part: the process is about to end."""
+        if not self._runtime.lost:
+            self._runtime.lost = reason
+            let_go()
 
     def _release(self) -> None:
         if self._loop is not None and not self._runtime.lost:
@@ -216,6 +261,7 @@ class CudaEngine(SequenceEngine):
         with self._change():
             self._catch_up(self.chunk)
             state = self._runtime.request(params, seed, self._done, self._limit(params))
+            self._drafted = state.draft_limit
             loop.start(state, budget, params.stop_tokens, len(self._tokens), self._room)
             self._fresh = False
         try:
@@ -225,7 +271,8 @@ class CudaEngine(SequenceEngine):
                 try:
                     with self._change():
                         self._runtime.check_faults()
-                        self._count(record, state.draft_limit)
+                        self._check_end(record)
+                        self._count(record)
                         tokens = tuple(record.tokens[: record.count])
                         self._commit(tokens)
                 finally:
@@ -241,13 +288,18 @@ class CudaEngine(SequenceEngine):
             if request == self._request and not self._closed:
                 self._end_chain()
 
-    def _count(self, record: abi.Record, limit: int) -> None:
+    def _check_end(self, record: abi.Record) -> None:
+        """After a look at this rank's faults: what another rank has to say, where the chain ended for one of its."""
+        if record.reason == abi.END_FAULT and self._runtime.ranks is not None:
+            self._runtime.ranks.failed_elsewhere()
+
+    def _count(self, record: abi.Record) -> None:
         """Takes in what a round of the device has left in the caches."""
         if record.index > 0:
             self._target_end = max(self._target_end, self._done + record.drafted + 1)
             self._done += record.accepted + 1
         self._settled = self._done
-        self._draft_end = max(self._draft_end, self._done + limit)
+        self._draft_end = max(self._draft_end, self._done + self._drafted)
 
     def _end_chain(self) -> None:
         """Ends what the device is doing. Rounds that nobody has read are taken back: the rings still hold what was."""
@@ -255,7 +307,10 @@ class CudaEngine(SequenceEngine):
         if loop is None or not loop.running:
             return
         while (record := loop.drain()) is not None:
-            self._count(record, self.max_drafts)
+            if self._runtime.ranks is not None:  # an error is every rank's, though rank 0 may not have read so far
+                self._runtime.check_faults()
+                self._check_end(record)
+            self._count(record)
         self._forget(self._done - (len(self._tokens) - 1))
         if self._runtime.drop_faults():
             tokens = self._tokens

@@ -16,13 +16,16 @@ from cuq1.sampling.speculative import draw, verify
 
 
 class HostSampler:
-    """Drives the target's and the draft's forward passes, and samples from their whole logits."""
+    """Drives the target's and the draft's forward passes, and samples from their whole logits.
+
+    Of several ranks, all have the same logits to the bit, and so draw the same.
+    """
 
     def __init__(self, runtime: Runtime, rule: DepthRule) -> None:
         self._runtime = runtime
         self._rule = rule
         self._state = abi.State()
-        self._logits = np.empty((ROWS, runtime.model.dims.vocab), np.float32)
+        self._logits = np.empty((ROWS, runtime.model.dims.vocab_total), np.float32)
         self._drafts: list[int] = []
         self._q: list[Distribution] = []
 
@@ -50,7 +53,7 @@ class HostSampler:
         return Round(tuple(tokens), len(drafts), accepted)
 
     def _rows(self, rows: int) -> NDArray[np.float32]:
-        self._runtime.read("logits", self._logits[:rows])
+        self._runtime.read_logits("logits", self._logits[:rows])
         return self._logits[:rows]
 
     def _distribution(self, logits: NDArray[np.float32], params: DecodeParams) -> Distribution:

@@ -3,6 +3,9 @@
 The host launches a request's first graph. From then on each round's control kernel launches the next; the host
 polls the log. A chain ends for a reason that its last record names. Where it only paused, since the reader was behind,
 the host launches it again: no kernel ever spins for a reader, and no record is overwritten.
+
+Of several ranks, each launches its own graphs and reads its own log: the same records, whose reasons all ranks' control
+kernels have agreed on. One that cancels or reads slowly ends or pauses the chain on all of them after the same round.
 """
 
 import time
@@ -86,9 +89,11 @@ class DeviceLoop:
                 wanted["round", rows, made, short] = partial(plans.round_of, model, rows, made, short=short)
         for depth in range(made, most):
             wanted["depth", 0, depth, False] = partial(plans.depth_of, model, depth)
-        for key, plan in wanted.items():
-            if key not in self._graphs:
-                self._graphs[key] = self._capture(self._runtime.program(plan()))
+        missing = [key for key in wanted if key not in self._graphs]
+        for key in missing:
+            self._graphs[key] = self._capture(self._runtime.program(wanted[key]()))
+        if missing:
+            self._runtime.meet()
 
     def _capture(self, program: Program) -> graph.Graph:
         stream = self._runtime.stream
@@ -117,6 +122,11 @@ class DeviceLoop:
             ready = self._graphs.get(("depth", 0, depth, False))
             table[_DEPTHS + depth] = 0 if ready is None else ready.handle
         return loop
+
+    @property
+    def unattended(self) -> bool:
+        """Whether the next record comes without the host."""
+        return self.running and self._paused is None
 
     def start(self, state: abi.State, budget: int, stops: Sequence[int], taken: int, room: int) -> None:
         """Launches a request from the logits' row 0.

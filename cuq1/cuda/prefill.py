@@ -17,7 +17,7 @@ class Prefill:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._chunks = Chunks(chunk_steps(runtime.model), runtime.addresses)
+        self._chunks = Chunks(chunk_steps(runtime.model), runtime.addresses, runtime.ranks)
 
     def run(self, tokens: Sequence[int], start: int, end: int, *, settle_from: int) -> None:
         """Computes positions start .. end - 1 of `tokens`, and takes what the draft can know of them into its cache.
@@ -49,15 +49,24 @@ class Prefill:
         runtime = self._runtime
         base = runtime.model
         model = q1.resolve(
-            base.config, None, base.weights, tp=base.tp, rank=base.rank, capacity=len(tokens), sms=base.sms
+            base.config,
+            None,
+            base.weights,
+            tp=base.tp,
+            rank=base.rank,
+            capacity=len(tokens),
+            sms=base.sms,
+            ranks=base.dims.ranks,
+            place=base.place,
         )
         scratch = [b for b in q1.working_buffers(model) if b.name in ("hidden", "hidden16")] + q1.cache_buffers(model)
-        out = np.empty((len(tokens), model.dims.vocab), np.float32)
+        out = np.empty((len(tokens), model.dims.vocab_total), np.float32)
         arena = Arena({buffer.name: buffer.bytes for buffer in scratch})
         try:
             arena.clear()
             addresses = runtime.addresses | arena.addresses
-            chunks, head = Chunks(chunk_steps(model), addresses), Chunks([logits_step(model)], addresses)
+            chunks = Chunks(chunk_steps(model), addresses, runtime.ranks)
+            head = Chunks([logits_step(model)], addresses)
             for start in range(0, len(tokens), CHUNK):
                 end = min(start + CHUNK, len(tokens))
                 chunks.issue(Chunk(start, end - start), self._write(tokens, start, end))
@@ -65,7 +74,7 @@ class Prefill:
                     rows = min(SCORED, end - start - first)
                     head.issue(Chunk(first, rows), runtime.stream)
                     runtime.wait()
-                    runtime.read("prefill.logits", out[start + first : start + first + rows])
+                    runtime.read_logits("prefill.logits", out[start + first : start + first + rows])
         finally:
             arena.close()
         return out

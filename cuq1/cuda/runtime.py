@@ -11,6 +11,7 @@ from cuq1.cuda import abi, graph
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
 from cuq1.cuda.memory import Arena, Mapped, MappedFault, copy_in
+from cuq1.cuda.ranks import PEER_TIMEOUT, Ranks, missing_part
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
@@ -20,6 +21,7 @@ from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import Round
 
+FAULT_PEER = abi.constant("FAULT_PEER")
 _STATE = sizeof(abi.State)
 _REPORTING = 0.1  # seconds that a kernel may take between a report's first store and its last
 
@@ -28,7 +30,8 @@ class Runtime:
     """Holds everything that a request needs, allocated and compiled before it.
 
     sizes: bytes of GPU memory by name. addresses: of every buffer that a plan may name. defines: what Plan.with_defines
-    adds to decode plans, for tools and tests.
+    adds to decode plans, for tools and tests. ranks: the group, where the model is one rank's of several; all of them
+    make theirs together.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class Runtime:
         rule: DepthRule,
         progress: Callable[[int, int], None] | None = None,
         defines: Mapping[str, Defines] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self._defines = defines or {}
         self.stream = graph.stream()
         self._rule = rule
@@ -51,11 +56,11 @@ class Runtime:
             *loop.working_buffers(),
         ]
         self.sizes = {"weights": weights.layout.nbytes, **{b.name: b.bytes for b in buffers if b.name != "fault"}}
-        self._arena = Arena(self.sizes)
+        self._arena = Arena({name: size for name, size in self.sizes.items() if name != "inbox"})
         self._fault = MappedFault()
         self._upload = Mapped(_STATE)
         self._readback = Mapped(_STATE)
-        self.addresses = {name: self._arena[name] for name in self.sizes} | {"fault": self._fault.address}
+        self.addresses = self._arena.addresses | {"fault": self._fault.address}
         base = self._arena["weights"]
         self.addresses |= {name: base + tensor.offset for name, tensor in weights.layout.tensors.items()}
         try:
@@ -63,17 +68,30 @@ class Runtime:
             load_weights(weights, base, self.stream, progress)
             for name, table in model.inverse_frequencies.items():
                 self.write(name, table)
+            if ranks is not None:
+                self._share(ranks)
         except BaseException:
-            self.close()
+            if ranks is None:
+                self.close()
+            else:
+                self.lost = "this rank could not be set up"  # peers may have its memory: it goes with the process
             raise
 
+    def _share(self, ranks: Ranks) -> None:
+        """Maps every rank's inbox; nobody pushes before all have come this far."""
+        inbox = ranks.open(self.sizes["inbox"])
+        self.addresses["inbox"] = inbox.address
+        self.write("peers", inbox.distances)
+
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back; of several ranks, on all of them together."""
         if self._closed or self.lost:
             return
         self._closed = True
         for ready in self._graphs.values():
             ready.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self._arena.close()
         for mapped in (self._upload, self._readback, self._fault):
             mapped.close()
@@ -92,6 +110,18 @@ class Runtime:
         """Copies the start of a buffer into a contiguous array."""
         self.check_alive()
         check(bindings().cuMemcpyDtoH(out.ctypes.data, self._pointer(name), out.nbytes))
+
+    def read_logits(self, name: str, out: NDArray[np.float32]) -> None:
+        """The first rows of a buffer of logits, as float32 [rows, vocabulary]: every rank's columns of it."""
+        if self.ranks is None:
+            self.read(name, out)
+            return
+        rows, share = len(out), self.model.dims.vocab
+        self.ranks.gather(self.addresses[name], self.addresses["prefill.all_logits"], rows * share, self.stream)
+        self.wait()
+        parts = np.empty((self.ranks.world, rows, share), np.float32)
+        self.read("prefill.all_logits", parts)
+        out.reshape(rows, self.ranks.world, share)[...] = parts.swapaxes(0, 1)
 
     def _pointer(self, name: str) -> object:
         return bindings().CUdeviceptr(self.addresses[name])
@@ -147,6 +177,8 @@ class Runtime:
         where = (
             "the draft's layer" if fault.layer < 0 else f"layer {fault.layer}" if fault.layer < layers else "the head"
         )
+        if fault.what == FAULT_PEER:
+            raise DeviceError(missing_part(fault, where, PEER_TIMEOUT)) from cause
         what = abi.FAULTS.get(fault.what, "an unfinished report")
         kernel = abi.KERNELS.get(fault.kernel, f"kernel {fault.kernel}")
         error = Cuq1Error if fault.what == 1 else DeviceError
@@ -167,17 +199,25 @@ class Runtime:
         self.poisoned = False
         driver = bindings()
         for name, size in self.sizes.items():
-            if name != "weights" and not name.startswith("rope."):
+            if name not in ("weights", "inbox", "peers") and not name.startswith("rope."):
                 check(driver.cuMemsetD8(driver.CUdeviceptr(self.addresses[name]), 0, size))
         check(driver.cuCtxSynchronize())
+        if self.ranks is not None:
+            self.ranks.reset()
 
     def run(self, kind: str, rows: int, drafts: int, plan: Callable[[], Plan]) -> None:
         """Replays a plan's graph, captured at its first use, and reads the state back."""
         key = (kind, rows, drafts)
         if key not in self._graphs:
             self._graphs[key] = self._capture(self.program(plan()))
+            self.meet()
         self._graphs[key].launch(self.stream)
         self.wait()
+
+    def meet(self) -> None:
+        """Before graphs are launched that were just compiled, which takes ranks more or less time: wait for all."""
+        if self.ranks is not None:
+            self.ranks.meet("graphs")
 
     def program(self, plan: Plan) -> Program:
         """A decode plan, bound to this runtime's memory."""
@@ -237,6 +277,6 @@ class Runtime:
             state.tokens[i], state.positions[i] = token, start + i
         self.send(state)
         self.target(len(tokens), start)
-        out = np.empty((len(tokens), self.model.dims.vocab), np.float32)
-        self.read("logits", out)
+        out = np.empty((len(tokens), self.model.dims.vocab_total), np.float32)
+        self.read_logits("logits", out)
         return out

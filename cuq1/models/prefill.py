@@ -15,79 +15,44 @@ Within a layer:  (ring > staging) qkv > attention (> merge) (staging > ring) > o
 group > gate_up > down > combine > mlp_tail. A chunk would overrun a sliding layer's ring, so its attention reads a
 staging buffer with the window before the chunk and the chunk itself. Keys are split among blocks where a chunk has few
 rows. Routing is not folded here: the FP32 router meets unrounded rows. A dense layer is experts that every row chose.
-One rank alone: nothing is exchanged.
+
+Where the model is one rank's of several that exchange, a Sum follows o_proj and combine, which give that rank's part,
+and the draft's eh_proj, which gives its columns: NCCL makes it, all ranks having the same bits afterwards. Throughput
+counts here, not latency.
 
 A step's arguments depend on the chunk in a few numbers only, so that an executor (cuq1.cuda.chunks) binds them once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from math import prod
+from functools import partial
 
 from cuq1.cuda.kernels import prefill, rows
 from cuq1.cuda.kernels.prefill import CHUNK
 from cuq1.models.prefill_buffers import SCORED, staged_slots, thetas, working_buffers
-from cuq1.models.q1 import ITEM, Layer, Model, buffer_of
-from cuq1.plan.dims import DRAFT, KV_TILE, Dims
-from cuq1.plan.kernel import Kernel
-from cuq1.plan.types import Buffer, Launch, Plan, Ref, Value
+from cuq1.models.prefill_draft import settle
+from cuq1.models.prefill_steps import Chunk, Fields, Step, Steps, Sum, maker, plain, plan_of
+from cuq1.models.q1 import Layer, Model
+from cuq1.plan.dims import KV_TILE
+from cuq1.plan.types import Plan, Ref, Value
 
-__all__ = ["CHUNK", "SCORED", "Chunk", "Step", "chunk_plan", "chunk_steps", "logits_step", "plan_of", "working_buffers"]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Positions start .. start + rows - 1, and settle_from .. settle_to - 1 for the draft (see above).
-
-    ValueError for what no chunk can be.
-    """
-
-    start: int
-    rows: int
-    settle_from: int = 0
-    settle_to: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.rows <= CHUNK or self.start < 0:
-            raise ValueError(f"a chunk has 1 to {CHUNK} rows from position 0 on: {self}")
-        if self.settle_to > self.settle_from and not self.start - 1 <= self.settle_from < self.settle_to <= self.end:
-            raise ValueError(f"the draft can take in rows {self.start - 1} to {self.end - 1}: {self}")
-
-    @property
-    def end(self) -> int:
-        return self.start + self.rows
+__all__ = [
+    "CHUNK",
+    "SCORED",
+    "Chunk",
+    "Step",
+    "Sum",
+    "chunk_plan",
+    "chunk_steps",
+    "logits_step",
+    "plan_of",
+    "working_buffers",
+]
 
 
-Fields = Mapping[str, Value]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A launch of any chunk.
-
-    make: the kernel for a number of rows, which changes its grid only; args: what no chunk changes; at: what a chunk
-    changes, `rows` among it, or None where it has no such launch; weight_bytes: what it reads of the weights.
-    """
-
-    label: str
-    layer: int
-    make: Callable[[int], Kernel]
-    args: Fields
-    at: Callable[[Chunk], Fields | None]
-    weight_bytes: int
-
-    def grid(self, fields: Fields) -> tuple[int, int, int]:
-        """The kernel's grid for what `at` returned: for its rows, and attention's splits of the keys."""
-        x, y, z = self.make(_whole(fields["rows"])).grid
-        return x, y, _whole(fields["splits"]) if self.label == "attention" else z
-
-
-def chunk_steps(model: Model) -> list[Step]:
+def chunk_steps(model: Model) -> list[Step | Sum]:
     """The launches of a chunk, in order; a step may be absent from a given chunk."""
-    b = _Steps(model)
+    b = Steps(model)
     if model.draft is not None:
-        _settle(b, model.draft, before=True)
+        settle(b, model.draft, _qkv_args(b, model.draft), before=True)
     _tables(b)
     _embed(b)
     for i, layer in enumerate(model.layers):
@@ -96,7 +61,7 @@ def chunk_steps(model: Model) -> list[Step]:
         following = model.layers[i + 1] if i + 1 < len(model.layers) else None
         _tail(b, layer, following)
     if model.draft is not None:
-        _settle(b, model.draft, before=False)
+        settle(b, model.draft, _qkv_args(b, model.draft), before=False)
     return b.steps
 
 
@@ -105,7 +70,7 @@ def logits_step(model: Model) -> Step:
 
     It is issued for Chunk(first, rows): rows first .. first + rows - 1 of the chunk, counted from its beginning.
     """
-    b = _Steps(model)
+    b = Steps(model)
     d = model.dims
     args: Fields = {
         "weights": b.weight("lm_head"),
@@ -121,28 +86,10 @@ def logits_step(model: Model) -> Step:
             raise ValueError(f"at most {SCORED} of a chunk's {CHUNK} rows are scored at once: {part}")
         return {"rows": part.rows, "in": Ref("prefill.hidden16", part.start * d.hidden * 2)}
 
-    b.add("lm_head", len(model.layers), _maker(prefill.lm_head, _plain(d)), args, at)
-    return b.steps[0]
-
-
-def plan_of(model: Model, steps: Sequence[Step], chunk: Chunk) -> Plan:
-    """The steps' launches for a chunk, over the buffers that they name. Bytes count weights alone."""
-    from cuq1.models import q1  # noqa: PLC0415
-
-    known = {buffer.name: buffer for buffer in (*q1.working_buffers(model), *working_buffers(model))}
-    launches = []
-    used: dict[str, Buffer] = {}
-    for step in steps:
-        fields = step.at(chunk)
-        if fields is None:
-            continue
-        args = {**step.args, **fields}
-        kernel = replace(step.make(_whole(fields["rows"])), grid=step.grid(fields))
-        launch = Launch(kernel, step.label, step.layer, args, step.weight_bytes, 0)
-        for _, ref in launch.refs():
-            used.setdefault(ref.buffer, known.get(ref.buffer) or _weight_buffer(model, ref.buffer))
-        launches.append(launch)
-    return Plan(tuple(used.values()), tuple(launches))
+    b.add("lm_head", len(model.layers), maker(prefill.lm_head, plain(d)), args, at)
+    (step,) = b.steps
+    assert isinstance(step, Step)
+    return step
 
 
 def chunk_plan(model: Model, chunk: Chunk) -> Plan:
@@ -150,79 +97,26 @@ def chunk_plan(model: Model, chunk: Chunk) -> Plan:
     return plan_of(model, chunk_steps(model), chunk)
 
 
-def _whole(value: Value) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _weight_buffer(model: Model, name: str) -> Buffer:
-    tensor = model.weights.tensors[name]
-    return buffer_of(name, tensor.shape, tensor.dtype)
-
-
-def _plain(dims: Dims) -> Dims:
-    """The sizes that these kernels are compiled for: activations are halves in all precisions.
-
-    Ranks' parts are summed between these kernels, not by them.
-    """
-    return replace(dims, fp8_activations=False, ranks=1)
-
-
 def _first_staged(layer: Layer, chunk: Chunk) -> int:
     """The position of the staging buffer's slot 0: the tile of the oldest key that the chunk sees."""
     return max(0, chunk.start - layer.window + 1) // KV_TILE * KV_TILE
 
 
-@cache
-def _maker(function: Callable[..., Kernel], dims: Dims, **options: int | bool) -> Callable[[int], Kernel]:
-    """One object for equal kernels, so that an executor can tell which launches share one."""
-    return cache(partial(function, dims, **options))
-
-
-@dataclass
-class _Steps:
-    model: Model
-    steps: list[Step] = field(default_factory=list)
-
-    def weight(self, name: str) -> Ref:
-        if name not in self.model.weights.tensors:
-            raise KeyError(name)
-        return Ref(name)
-
-    def maybe(self, name: str) -> Ref | int:
-        return Ref(name) if name in self.model.weights.tensors else 0
-
-    def add(
-        self,
-        label: str,
-        layer: int,
-        make: Callable[[int], Kernel],
-        args: Fields,
-        at: Callable[[Chunk], Fields | None] = lambda chunk: {"rows": chunk.rows},
-    ) -> None:
-        tensors = self.model.weights.tensors
-        names = {value.buffer for value in args.values() if isinstance(value, Ref)} & tensors.keys()
-        size = sum(prod(tensors[name].shape) * ITEM[tensors[name].dtype] for name in names)
-        self.steps.append(
-            Step(label, layer, make, {"fault": Ref("fault"), "live": 0, "layer": layer, **args}, at, size)
-        )
-
-
-def _tables(b: _Steps) -> None:
-    d = _plain(b.model.dims)
+def _tables(b: Steps) -> None:
+    d = plain(b.model.dims)
     if not d.rotary:
         return
     for theta in thetas(b.model):
         b.add(
             "rope",
             0,
-            _maker(prefill.rope, d),
+            maker(prefill.rope, d),
             {"inverse_frequencies": Ref(f"rope.{theta:g}"), "table": Ref(f"prefill.rope.{theta:g}")},
             lambda chunk: {"rows": chunk.rows, "start": chunk.start},
         )
 
 
-def _embed(b: _Steps) -> None:
+def _embed(b: Steps) -> None:
     first = b.model.layers[0]
     args: Fields = {
         "tokens": Ref("prefill.tokens"),
@@ -232,10 +126,10 @@ def _embed(b: _Steps) -> None:
         "normed": Ref("prefill.normed"),
         "normed_residual": int(not first.sandwich),
     }
-    b.add("embed", 0, _maker(rows.embed, _plain(b.model.dims)), args)
+    b.add("embed", 0, maker(rows.embed, plain(b.model.dims)), args)
 
 
-def _qkv_args(b: _Steps, layer: Layer) -> dict[str, Value]:
+def _qkv_args(b: Steps, layer: Layer) -> dict[str, Value]:
     p = layer.prefix
     return {
         "normed": Ref("prefill.normed"),
@@ -252,8 +146,8 @@ def _qkv_args(b: _Steps, layer: Layer) -> dict[str, Value]:
     }
 
 
-def _attention_part(b: _Steps, layer: Layer) -> None:
-    p, d = layer.prefix, _plain(layer.dims)
+def _attention_part(b: Steps, layer: Layer) -> None:
+    p, d = layer.prefix, plain(layer.dims)
     qkv = _qkv_args(b, layer)
     caches = (qkv["k_cache"], qkv["v_cache"])
     ring: Fields = {}
@@ -269,9 +163,9 @@ def _attention_part(b: _Steps, layer: Layer) -> None:
         }
         caches = staged
         qkv |= {"k_cache": staged[0], "v_cache": staged[1], "slots": staged_slots(b.model)}
-        b.add("window", layer.number, _maker(prefill.ring, d), {**ring, "to_ring": 0}, partial(_before, layer))
+        b.add("window", layer.number, maker(prefill.ring, d), {**ring, "to_ring": 0}, partial(_before, layer))
     place = partial(_place, layer)
-    b.add("qkv", layer.number, _maker(prefill.qkv, d), qkv, place)
+    b.add("qkv", layer.number, maker(prefill.qkv, d), qkv, place)
     parts: Fields = {
         "attended": Ref("prefill.attended"),
         "partial_out": Ref("prefill.partial_out"),
@@ -288,13 +182,11 @@ def _attention_part(b: _Steps, layer: Layer) -> None:
         "scale": b.model.config.softmax_scale,
     }
     split = partial(_split, layer, b.model.sms)
-    b.add(
-        "attention", layer.number, _maker(prefill.attention, d), attention, lambda c: {**place(c), "splits": split(c)}
-    )
+    b.add("attention", layer.number, maker(prefill.attention, d), attention, lambda c: {**place(c), "splits": split(c)})
     merge = partial(_merge, layer, b.model.sms)
-    b.add("merge", layer.number, _maker(prefill.merge, d), parts, merge)
+    b.add("merge", layer.number, maker(prefill.merge, d), parts, merge)
     if layer.sliding:
-        b.add("ring", layer.number, _maker(prefill.ring, d), {**ring, "to_ring": 1}, partial(_newest, layer))
+        b.add("ring", layer.number, maker(prefill.ring, d), {**ring, "to_ring": 1}, partial(_newest, layer))
     o: Fields = {
         "in": Ref("prefill.attended"),
         "weights": b.weight(f"{p}.o.weights"),
@@ -304,7 +196,8 @@ def _attention_part(b: _Steps, layer: Layer) -> None:
         "first_column": 0,
         "scale": 1.0,
     }
-    b.add("o_proj", layer.number, _maker(prefill.o_proj, d), o)
+    b.add("o_proj", layer.number, maker(prefill.o_proj, d), o)
+    b.sum("o", layer.number)
 
 
 def _place(layer: Layer, chunk: Chunk) -> Fields:
@@ -334,8 +227,8 @@ def _newest(layer: Layer, chunk: Chunk) -> Fields:
     return {"rows": kept, "start": chunk.end - kept, "first_position": _first_staged(layer, chunk)}
 
 
-def _mlp_part(b: _Steps, layer: Layer) -> None:
-    p, d, number = layer.prefix, _plain(layer.dims), layer.number
+def _mlp_part(b: Steps, layer: Layer) -> None:
+    p, d, number = layer.prefix, plain(layer.dims), layer.number
     tail: Fields = {
         "o": Ref("prefill.o"),
         "router_attended": 0,
@@ -359,25 +252,25 @@ def _mlp_part(b: _Steps, layer: Layer) -> None:
         "inner": 0,
         "polled": 0,
     }
-    b.add("attn_tail", number, _maker(rows.attn_tail, d, moe=False), tail)
+    b.add("attn_tail", number, maker(rows.attn_tail, d, moe=False), tail)
     ids: Ref | int = 0
     weights: Ref | int = 0
     if not layer.dense_groups:
         logits, ids, weights = (Ref(f"prefill.{n}") for n in ("router_logits", "expert_ids", "expert_weights"))
         router: Fields = {"normed32": tail["normed32"], "router": b.weight(f"{p}.router"), "logits": logits}
-        b.add("router", number, _maker(prefill.router, d), router)
+        b.add("router", number, maker(prefill.router, d), router)
         route: Fields = {"logits": logits, "expert_ids": ids, "expert_weights": weights}
-        b.add("route", number, _maker(prefill.route, d), route)
+        b.add("route", number, maker(prefill.route, d), route)
     lists: dict[str, Value] = {name: Ref(f"prefill.{name}") for name in ("pairs", "tiles", "tile_count")}
     dense = {"dense_groups": layer.dense_groups}
-    b.add("group", number, _maker(prefill.group, d, **dense), {"expert_ids": ids, **lists})
+    b.add("group", number, maker(prefill.group, d, **dense), {"expert_ids": ids, **lists})
     gate_up: Fields = {
         "normed": tail["normed"],
         "weights": b.weight(f"{p}.gate_up"),
         "inner": Ref("prefill.inner"),
         **lists,
     }
-    b.add("gate_up", number, _maker(prefill.gate_up, d, **dense), gate_up)
+    b.add("gate_up", number, maker(prefill.gate_up, d, **dense), gate_up)
     down: Fields = {
         "inner": Ref("prefill.inner"),
         "weights": b.weight(f"{p}.down.weights"),
@@ -385,13 +278,14 @@ def _mlp_part(b: _Steps, layer: Layer) -> None:
         "out": Ref("prefill.down"),
         **lists,
     }
-    b.add("down", number, _maker(prefill.down, d, **dense), down)
+    b.add("down", number, maker(prefill.down, d, **dense), down)
     combine: Fields = {"out": Ref("prefill.down"), "expert_weights": weights, "y": Ref("prefill.y")}
-    b.add("combine", number, _maker(prefill.combine, d, **dense), combine)
+    b.add("combine", number, maker(prefill.combine, d, **dense), combine)
+    b.sum("y", number)
 
 
-def _tail(b: _Steps, layer: Layer, following: Layer | None) -> None:
-    p, d = layer.prefix, _plain(layer.dims)
+def _tail(b: Steps, layer: Layer, following: Layer | None) -> None:
+    p, d = layer.prefix, plain(layer.dims)
     args: dict[str, Value] = {
         "y": Ref("prefill.y"),
         "h": Ref("prefill.h"),
@@ -399,7 +293,7 @@ def _tail(b: _Steps, layer: Layer, following: Layer | None) -> None:
         "ranks": 1,
         "ffn_scale": layer.ffn_scale,
     }
-    make = _maker(rows.mlp_tail, d)
+    make = maker(rows.mlp_tail, d)
     if following is not None:
         after: Fields = {
             "next_norm": b.weight(f"{following.prefix}.attention_norm"),
@@ -420,71 +314,3 @@ def _tail(b: _Steps, layer: Layer, following: Layer | None) -> None:
         return {"rows": 1, "y": Ref("prefill.y", offset), "h": Ref("prefill.h", offset)}
 
     b.add("mlp_tail", layer.number, make, {**args, **last, **newest}, at)
-
-
-def _settle(b: _Steps, layer: Layer, *, before: bool) -> None:
-    """Rows into the draft's cache: the one before the chunk, or those of the chunk (the newest that its ring keeps)."""
-    d = _plain(layer.dims)
-    pairs = d.rotary // 2
-
-    def span(chunk: Chunk) -> tuple[int, int]:
-        """First row, counted from the chunk's first, and how many."""
-        if before:
-            return -1, int(chunk.settle_from < min(chunk.start, chunk.settle_to))
-        first = max(chunk.start, chunk.settle_from, chunk.settle_to - layer.slots)
-        return first - chunk.start, max(0, chunk.settle_to - first)
-
-    def at(fields: Callable[[int], Fields]) -> Callable[[Chunk], Fields | None]:
-        def found(chunk: Chunk) -> Fields | None:
-            first, count = span(chunk)
-            return {"rows": count, **fields(first)} if count else None
-
-        return found
-
-    def at_start(chunk: Chunk) -> Fields | None:
-        first, count = span(chunk)
-        rope = {"rope": Ref(f"prefill.rope.{layer.theta:g}", first * pairs * 8)} if pairs and not before else {}
-        return {"rows": count, "start": chunk.start + first, **rope} if count else None
-
-    if before and pairs:
-        table: Fields = {"inverse_frequencies": Ref(f"rope.{layer.theta:g}"), "table": Ref("prefill.rope_before")}
-        b.add("rope", DRAFT, _maker(prefill.rope, d), table, at_start)
-    entry: Fields = {
-        "table": b.weight("draft.embed"),
-        "enorm": b.weight("draft.enorm"),
-        "hnorm": b.weight("draft.hnorm"),
-        "out": Ref("prefill.entry"),
-    }
-    hidden = "hidden" if before else "prefill.hidden"
-    b.add(
-        "entry",
-        DRAFT,
-        _maker(prefill.entry, d),
-        entry,
-        at(
-            lambda first: {
-                "tokens": Ref("prefill.tokens", (first + 1) * 4),
-                "hidden": Ref(hidden, 0 if before else first * d.hidden * 4),
-            }
-        ),
-    )
-    eh: Fields = {
-        "in": Ref("prefill.entry"),
-        "weights": b.weight("draft.eh_proj"),
-        "scales": 0,
-        "out": Ref("prefill.entered"),
-        "out_stride": d.hidden,
-        "first_column": b.model.rank * d.eh_rows,
-        "scale": 1.0,
-    }
-    b.add("eh_proj", DRAFT, _maker(prefill.eh_proj, d), eh, at(lambda _: {}))
-    norm: Fields = {
-        "in": Ref("prefill.entered"),
-        "norm": b.weight(f"{layer.prefix}.attention_norm"),
-        "normed": Ref("prefill.normed"),
-    }
-    b.add("entry_norm", DRAFT, _maker(prefill.norm, d), norm, at(lambda _: {}))
-    qkv = {**_qkv_args(b, layer), "first_position": 0, "first_head": d.q_heads}
-    if before and pairs:
-        qkv["rope"] = Ref("prefill.rope_before")
-    b.add("qkv", DRAFT, _maker(prefill.qkv, d, kv_only=True), qkv, at_start)

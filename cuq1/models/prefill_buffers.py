@@ -46,6 +46,8 @@ def working_buffers(model: Model, *, draft: bool = True) -> list[Buffer]:
         _buffer("hidden16", (CHUNK, d.hidden), f16),
         _buffer("logits", (SCORED, d.vocab), f32),
     ]
+    if d.ranks > 1:
+        found.append(_buffer("all_logits", (d.ranks, SCORED, d.vocab), f32))
     if any(layer.sliding for layer in model.layers):
         shape = (d.kv_heads, staged_slots(model), HEAD_DIM)
         found += [_buffer("k_staged", shape, f16), _buffer("v_staged", shape, f16)]

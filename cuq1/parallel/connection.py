@@ -14,6 +14,7 @@ from typing import Any
 
 from cuq1.errors import LaunchError
 from cuq1.parallel.wire import (
+    LEADER,
     MAX_HEADER,
     MAX_MESSAGE,
     MAX_PAYLOAD,
@@ -86,6 +87,8 @@ class Connection:
             self._send({"kind": kind, "name": name, "call": self._call}, data)
             # the launcher's limit comes first, as it knows who is missing; this one is for a launcher that hangs
             limit = self._timeout + 2 * self._limit
+            if kind == "command" and self._rank != LEADER:
+                limit = threading.TIMEOUT_MAX  # heartbeats go on, so that a launcher that hangs is found out
             with self._changed:
                 self._changed.wait_for(self._settled, limit)
                 result = self._result
@@ -97,12 +100,12 @@ class Connection:
                     raise LaunchError(f"rank {self._rank} is at {kind} {name!r} after it left the rendezvous")
                 raise LaunchError(f"rank {self._rank} had no answer at {kind} {name!r} within {limit:g} s")
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, told: bool = False) -> None:
         """Tell the launcher that this rank cannot go on, unless the run has ended already."""
         with self._changed:
             if self._failure is not None or self._closed:
                 return
-        self._send({"kind": "fail", "message": message[:MAX_MESSAGE]})
+        self._send({"kind": "fail", "message": message[:MAX_MESSAGE], "told": told})
 
     def close(self) -> None:
         """Leave, and end the thread."""

@@ -41,15 +41,25 @@ KILL_SECONDS = 1.5  # at least, for the kernel to end what it was told to kill
 END_SECONDS = 8.5  # from the failure, until when a killed rank is waited for: a GPU's memory takes time to give back
 DRAIN_SECONDS = 0.5  # for output that is still in pipes
 TICK_SECONDS = 0.1
+TIMEOUT, HEARTBEAT, LOOPBACK = 300.0, 5.0, "127.0.0.1:0"
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Launch:
-    """One run of `command` as `world` ranks, with limits in seconds as for `Server`."""
+    """One run of `command` as `world` ranks, with limits in seconds as for `Server`. program: what a failure's sentence
+    begins with."""
 
-    def __init__(self, command: Sequence[str], world: int, address: str, timeout: float, heartbeat: float) -> None:
-        self._command, self._world = command, world
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        address: str = LOOPBACK,
+        timeout: float = TIMEOUT,
+        heartbeat: float = HEARTBEAT,
+        program: str = "cuq1-launch",
+    ) -> None:
+        self._command, self._world, self._program = command, world, program
         self._address, self._timeout, self._heartbeat = address, timeout, heartbeat
         self._interrupts: list[int] = []
         self._deadline = 0.0  # until when the end of killed ranks may be waited for
@@ -105,8 +115,9 @@ class Launch:
         left = [str(process.rank) for process in self._ranks if process.status is None]
         # a process that even SIGKILL does not end waits in the kernel, most likely for a device
         rest = f"; ranks that cannot be killed: {', '.join(left)}" if left else ""
-        with suppress(OSError):  # the status counts, even where nobody reads
-            print(f"cuq1-launch: {fault.message}{rest}", file=sys.stderr, flush=True)
+        if rest or not fault.told:
+            with suppress(OSError):  # the status counts, even where nobody reads
+                print(f"{self._program}: {fault.message}{rest}", file=sys.stderr, flush=True)
         return (self._ranks[fault.ranks[0]].status if fault.ranks else None) or 1
 
     def _running(self) -> bool:
@@ -211,20 +222,20 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--timeout",
         type=_seconds,
-        default=300.0,
+        default=TIMEOUT,
         metavar="S",
         help="longest time that ranks wait for one of them, in seconds (default: %(default)g)",
     )
     parser.add_argument(
         "--heartbeat",
         type=_seconds,
-        default=5.0,
+        default=HEARTBEAT,
         metavar="S",
         help="a rank that sends no sign of life for so long has failed, in seconds (default: %(default)g)",
     )
     parser.add_argument(
         "--address",
-        default="127.0.0.1:0",
+        default=LOOPBACK,
         metavar="HOST:PORT",
         help="where the launcher listens for its ranks (default: loopback, a free port)",
     )

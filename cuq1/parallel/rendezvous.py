@@ -19,7 +19,7 @@ from typing import Self
 
 from cuq1.errors import Cuq1Error, LaunchError
 from cuq1.parallel.connection import Connection, end_process
-from cuq1.parallel.wire import MAX_NAME, MAX_PAYLOAD, MAX_WORLD, name_ranks
+from cuq1.parallel.wire import LEADER, MAX_NAME, MAX_PAYLOAD, MAX_WORLD, name_ranks
 
 RANK, WORLD, ADDRESS, SECRET = "CUQ1_RANK", "CUQ1_WORLD", "CUQ1_RENDEZVOUS", "CUQ1_SECRET"
 
@@ -117,9 +117,17 @@ class Rendezvous:
                 )
                 raise LaunchError(f"ranks disagree on {key!r} at {name!r}: {found}; start all of them alike")
 
-    def fail(self, message: str) -> None:
-        """Tell launcher and ranks, as the last thing, that this rank cannot go on."""
-        self._connection.fail(message)
+    def command(self, data: bytes | None = None) -> bytes:
+        """What rank 0 has to say, at most 1 MiB: it gives the bytes, and the others wait for them for as long as it
+        lives. Rank 0 waits until all have them, as at a barrier. Raises LaunchError."""
+        return self._meet("command", "command", b"" if data is None else data)[LEADER]
+
+    def fail(self, message: str, *, told: bool = False) -> None:
+        """Tell launcher and ranks, as the last thing, that this rank cannot go on.
+
+        told: rank 0 tells its user by itself, and the launcher need not.
+        """
+        self._connection.fail(message, told=told)
 
     def close(self) -> None:
         """Leave: from now on, a rank that waits for this one has an error."""

@@ -14,6 +14,7 @@ from cuq1.errors import LaunchError
 from cuq1.parallel.peer import Peer
 from cuq1.parallel.wire import (
     CALLS,
+    LEADER,
     MAX_HEADER,
     MAX_MESSAGE,
     MAX_NAME,
@@ -33,11 +34,12 @@ MAX_STRANGERS = 64  # connections that have not shown it yet
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the run ends: a sentence, the ranks to blame, and whether they do not even answer."""
+    """Why the run ends: a sentence, the ranks to blame, whether they do not even answer, or have said it themselves."""
 
     message: str
     ranks: tuple[int, ...] = ()
     silent: bool = False
+    told: bool = False
 
 
 @dataclass
@@ -128,6 +130,8 @@ class Server:
             if not peer.closed and rank not in self._gone and now - peer.heard > self._heartbeat:
                 self._blame([rank], f"stopped answering: no heartbeat for {self._heartbeat:g} s", silent=True)
         for name, wait in list(self._waits.items()):
+            if wait.kind == "command" and LEADER not in wait.arrived:
+                continue  # it may be waiting for its user
             if now - wait.since > self._timeout:
                 late = [rank for rank in range(self._world) if rank not in wait.arrived]
                 where = "".join(f"; {self._whereabouts(rank)}" for rank in late)
@@ -139,8 +143,8 @@ class Server:
         at = [f"{wait.kind} {name!r}" for name, wait in self._waits.items() if rank in wait.arrived]
         return f"rank {rank} " + (f"waits at {at[0]}" if at else "waits nowhere")
 
-    def _blame(self, ranks: list[int], what: str, *, silent: bool = False) -> None:
-        self.declare(Fault(f"{name_ranks(ranks)} {what}", tuple(ranks), silent))
+    def _blame(self, ranks: list[int], what: str, *, silent: bool = False, told: bool = False) -> None:
+        self.declare(Fault(f"{name_ranks(ranks)} {what}", tuple(ranks), silent, told))
 
     def _accept(self, _mask: int) -> None:
         try:
@@ -178,7 +182,9 @@ class Server:
                 self.ended(peer.rank)
             case "fail":
                 words = " ".join(frame.text("message", MAX_MESSAGE).split())  # one line, whatever it was
-                self._blame([peer.rank], f"failed: {words}")
+                # Rank 0 has the launcher's stderr, so that it can tell a user by itself.
+                told = frame.header.get("told") is True and peer.rank == LEADER
+                self._blame([peer.rank], f"failed: {words}", told=told)
             case str(kind) if kind in CALLS:
                 self._arrive(peer.rank, kind, frame)
             case _:
@@ -219,6 +225,8 @@ class Server:
         if rank in wait.arrived:
             raise FrameError(f"it arrived at {kind} {name!r} twice")
         wait.arrived[rank] = (call, frame.payload)
+        if kind == "command" and rank == LEADER:
+            wait.since = time.monotonic()
         if len(wait.arrived) < self._world:
             self._check_gone(name)
             return

@@ -20,7 +20,8 @@ MAX_NAME = 200  # characters
 MAX_MESSAGE = 4096  # characters; a character is at most 12 bytes of JSON, which MAX_HEADER holds
 MAX_WORLD = 64
 
-CALLS = ("barrier", "gather", "agree", "broadcast")  # where ranks wait for each other
+CALLS = ("barrier", "gather", "agree", "broadcast", "command")  # where ranks wait for each other
+LEADER = 0  # the rank whose commands the others wait for, for as long as it has none
 
 
 class FrameError(Exception):

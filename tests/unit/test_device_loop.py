@@ -99,6 +99,7 @@ class Device:
         self.state, self.loop = abi.State(), abi.Loop()
         self.launched = []
         self.current = None
+        self.met = []
         self.fault = self.refused = 0
         self.dead = False
         self.runtime = SimpleNamespace(
@@ -111,6 +112,7 @@ class Device:
             copy=self._copy,
             check_alive=self._check_alive,
             wait=lambda: None,
+            meet=lambda: self.met.append(len(self.launched)),
         )
         monkeypatch.setattr(module, "Mapped", Memory)
         monkeypatch.setattr(module, "let_go", lambda: self.launched.append("let go"))

@@ -1,0 +1,171 @@
+"""What one rank's engine has of the others: agreement before anything is computed, the inbox, and NCCL for prompts."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cuq1.checkpoint import Checkpoint
+from cuq1.cuda import abi
+from cuq1.cuda.compile import digest
+from cuq1.cuda.driver import bindings, check, require
+from cuq1.errors import DeviceError
+from cuq1.models import decode, loop, prefill
+from cuq1.models.q1 import Model
+from cuq1.parallel.exchange import SharedInbox
+from cuq1.parallel.nccl import Communicator
+from cuq1.parallel.rendezvous import Rendezvous
+from cuq1.plan.dims import ROWS
+from cuq1.plan.types import Plan
+from cuq1.sampling.depth import DepthRule
+
+# Seconds after which a kernel gives up what a peer was to push: PEER_TIMEOUT_MS of kernels_cu/common/exchange.cuh.
+PEER_TIMEOUT = 4.0
+# What it waited for, by its name; what else polls has nothing of peers.
+PUSHED = {
+    "qkv": "entry of the draft",
+    "attn_tail": "attention output",
+    "mlp_tail": "experts' output",
+    "accept": "candidates",
+    "draft_sample": "candidates",
+}
+
+
+class Ranks:
+    """This rank among those of `meeting`, each a process with a GPU of its own. Raises DeviceError for too many."""
+
+    def __init__(self, meeting: Rendezvous) -> None:
+        self._meeting = meeting
+        self.rank, self.world = meeting.rank, meeting.world
+        self._inbox: SharedInbox | None = None
+        self._nccl: Communicator | None = None
+        if self.world > abi.MAX_RANKS:
+            raise DeviceError(f"tp {self.world} is more than the {abi.MAX_RANKS} GPUs that can exchange")
+
+    def agree(self, name: str, values: dict[str, str]) -> None:
+        """Raises LaunchError, on all ranks, where they differ in any of the values."""
+        self._meeting.agree(name, values)
+
+    def meet(self, name: str) -> None:
+        """Waits for all ranks. Raises LaunchError."""
+        self._meeting.barrier(name)
+
+    def open(self, nbytes: int) -> SharedInbox:
+        """The inbox, mapped by all ranks and NOT_READY; and NCCL's communicator."""
+        self._inbox = SharedInbox(self._meeting, nbytes)
+        self._nccl = Communicator(self._meeting)
+        return self._inbox
+
+    def reset(self) -> None:
+        """Makes the inboxes NOT_READY again, on all ranks together, when nothing is under way on any."""
+        assert self._inbox is not None
+        self.meet("before inboxes are reset")
+        self._inbox.reset()
+        self.meet("inboxes are reset")
+
+    def sum(self, address: int, count: int, stream: int) -> None:
+        """Enqueues the sum over ranks of `count` FP32 numbers, in place; all ranks get the same bits."""
+        assert self._nccl is not None
+        self._nccl.all_reduce(address, count, stream)
+
+    def gather(self, source: int, target: int, count: int, stream: int) -> None:
+        """Enqueues [ranks, count] FP32 from every rank's `count`."""
+        assert self._nccl is not None
+        self._nccl.all_gather(source, target, count, stream)
+
+    def failed_elsewhere(self) -> NoReturn:
+        """After kernels ended for another rank's fault: raises what that rank says."""
+        self.meet("another rank's fault")  # where that rank never comes, as it fails
+        raise DeviceError("kernels ended for a fault that no rank has reported: start the program again")
+
+    def close(self) -> None:
+        """Gives memory and communicator back, on all ranks together."""
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.close()
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+
+
+def missing_part(fault: abi.Fault, where: str, seconds: float) -> str:
+    """A FAULT_PEER in words. where: the layer, as part of a sentence."""
+    kernel = abi.KERNELS.get(fault.kernel, "")
+    what = PUSHED.get(kernel, "results")
+    place = "" if kernel == "qkv" else f" of {where}"
+    return (
+        f"rank {fault.detail}'s part of the {what}{place} never came within {seconds:g} s: its process may have been "
+        "stopped, or its GPU be busy with something else"
+    )
+
+
+def setup(checkpoint: Checkpoint, **options: object) -> dict[str, str]:
+    """What all ranks must be started with alike, before any of them takes memory."""
+    draft = checkpoint.draft_config
+    return {
+        "version of cuq1": _version(),
+        "config": _hash(repr(checkpoint.config)),
+        "draft's config": "none" if draft is None else _hash(repr(draft)),
+        "checkpoint": _hash(_tensors(checkpoint)),
+        **{name: str(value) for name, value in options.items()},
+    }
+
+
+def plan_values(model: Model, rule: DepthRule, arch: str) -> dict[str, str]:
+    """What ranks compute with: kernels, and plans, which differ in places and first rows alone: as rank 0 has them."""
+    first = replace(model, rank=0, place=0)
+    most = 0 if model.draft is None else 1
+    plans = [
+        decode.round_of(first, ROWS, most),
+        loop.round_of(first, ROWS, most, short=True),
+        loop.first_of(first, most),
+        prefill.chunk_plan(first, prefill.Chunk(0, 33)),
+    ]
+    kernels = dict.fromkeys(kernel for plan in plans for kernel in plan.kernels())
+    return {
+        "plan": _hash("\n".join(map(printed, plans))),
+        "kernels": _hash("".join(digest(kernel, arch) for kernel in kernels)),
+        "rule for drafts": _hash(repr(rule)),
+        "versions": versions(),
+    }
+
+
+def printed(plan: Plan) -> str:
+    """A plan as text, without addresses."""
+    lines = [repr(buffer) for buffer in plan.buffers]
+    for launch in plan.launches:
+        kernel = launch.kernel
+        geometry = (kernel.source, kernel.entry, kernel.defines, kernel.grid, kernel.block, kernel.cluster, kernel.smem)
+        lines.append(f"{launch.label} {launch.layer} {geometry} {sorted(launch.args.items())}")
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    """Of what the ranks compute and exchange with."""
+    nccl = require("cupy.cuda.nccl")
+    found = {
+        "driver": int(check(bindings().cuDriverGetVersion())),
+        "cupy": require("cupy").__version__,
+        "nccl": nccl.get_version() if nccl.available else 0,
+    }
+    return json.dumps(found)
+
+
+def _version() -> str:
+    """Of this package: its files, which say more than a number does."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _hash("".join(file.read_text(encoding="utf-8") for file in files))
+
+
+def _tensors(checkpoint: Checkpoint) -> str:
+    """Names, types, shapes and places of all tensors; not their values, which would all have to be read."""
+    lines: list[Any] = []
+    for index in (checkpoint.target_index, checkpoint.draft_index):
+        if index is not None:
+            lines += [(name, index.path(name).name, index.entry(name)) for name in sorted(index.names)]
+    return repr(lines)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

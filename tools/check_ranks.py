@@ -1,0 +1,220 @@
+"""Hold nano on several GPUs against nano on one.
+
+    python -m tools.check_ranks [score greedy seeded repeat] [--tp 2] [--log] ...
+
+Starts its ranks itself, and does each check with both loops, whose sequences must be equal. score: logits of prompts by
+the prefill kernels, relative error. greedy: sequences against the choices of one GPU after the same tokens; where they
+differ, the gap between the two candidates there is held against the error of that very row, and every such place is
+listed. seeded: sampled sequences against those of one GPU with the same seeds; a draw goes another way where rounding
+moved a probability across it, about as often as the distributions differ. repeat: the same requests again.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.cli import Parser, guarded
+from cuq1.cuda.engine import CudaEngine
+from cuq1.errors import RequestError
+from cuq1.parallel.follow import Leader, follow
+from cuq1.parallel.launch import Launch
+from cuq1.parallel.rank import Part, as_rank, launched
+from cuq1.sampling import DecodeParams
+from cuq1.sampling.filter import filtered
+from tools.bench import NANO, append_row, at_least_one, nano
+
+F32 = NDArray[np.float32]
+Report = dict[str, Any]
+LOOPS = ("device", "host")
+
+
+def sequence(engine: CudaEngine | Leader, ids: Sequence[int], params: DecodeParams) -> list[int]:
+    """The prompt and what follows it, on a fresh sequence."""
+    engine.rewind(0)
+    engine.prefill(ids)
+    return [*ids, *(token for step in engine.decode(params) for token in step)]
+
+
+def deciding_rows(engine: CudaEngine | Leader, ids: Sequence[int], whole: Sequence[int]) -> F32:
+    """Logits [len(whole) - len(ids), vocab] from which a request with the prompt `ids` chose its tokens."""
+    first = engine.score(ids)[-1:]
+    engine.rewind(0)
+    engine.prefill(ids)
+    rest = whole[len(ids) : -1]
+    passes = [engine.verified_rows(rest[i : i + 8], len(ids) + i) for i in range(0, len(rest), 8)]
+    return np.concatenate([first, *passes])
+
+
+def check_score(one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
+    """The relative error of logits, and whether a second time gives the same bits."""
+    errors, unequal = [], 0
+    for ids in nano()[2](options.prompts, 13):
+        expected, got = one.score(ids), several.score(ids)
+        errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+        unequal += int(not np.array_equal(got, several.score(ids)))
+    failed = int(max(errors) > options.tolerance) + unequal
+    return {"largest_relative_error": max(errors), "unequal": unequal, "failed": failed}
+
+
+def check_greedy(one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
+    """Every choice against one GPU's."""
+    params = DecodeParams(temperature=0, max_tokens=options.tokens)
+    places: list[Report] = []
+    tokens = failed = 0
+    sequences = []
+    for number, ids in enumerate(nano()[2](options.prompts, 11)):
+        whole = sequence(several, ids, params)
+        sequences.append(whole)
+        tokens += len(whole) - len(ids)
+        expected, ours = deciding_rows(one, ids, whole), deciding_rows(several, ids, whole)
+        for at, (row, again) in enumerate(zip(expected, ours, strict=True)):
+            best, chosen = int(row.argmax()), whole[len(ids) + at]
+            if best == chosen:
+                continue
+            place = {
+                "prompt": number,
+                "position": len(ids) + at,
+                "gap": float(row[best] - row[chosen]),
+                "error": float(np.abs(again - row).max()),
+                "one": best,
+                "several": chosen,
+            }
+            failed += place["gap"] > 2 * place["error"]
+            places.append(place)
+    return {"tokens": tokens, "places": places, "sequences": sequences, "failed": failed}
+
+
+def check_seeded(one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
+    """Sampled sequences up to where they part, and how often they may."""
+    parted: list[Report] = []
+    sequences = []
+    expected, unnoticed = 0.0, 0
+    for number, ids in enumerate(nano()[2](options.prompts, 17)):
+        params = DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=number, max_tokens=options.tokens)
+        theirs, ours = sequence(one, ids, params), sequence(several, ids, params)
+        sequences.append(ours)
+        length = min(len(theirs), len(ours))
+        end = next((i for i in range(length) if theirs[i] != ours[i]), length - 1)
+        rows = [deciding_rows(engine, ids, theirs[: end + 1]) for engine in (one, several)]
+        distances = [distance(a, b, params) for a, b in zip(*rows, strict=True)]
+        expected += sum(distances)
+        if theirs != ours:
+            parted.append({"prompt": number, "position": end, "distance": distances[-1]})
+        if number < 3:  # the control: another seed must be found different
+            unnoticed += int(sequence(several, ids, replace(params, seed=1000 + number)) == ours)
+    # Up to two numbers decide about each draft, and each may fall where the two distributions differ.
+    allowed = 3 * expected + 3 * (3 * expected) ** 0.5 + 1
+    failed = int(len(parted) > allowed) + unnoticed
+    return {"parted": parted, "expected": expected, "allowed": allowed, "sequences": sequences, "failed": failed}
+
+
+def distance(one: F32, other: F32, params: DecodeParams) -> float:
+    """The total variation between what two rows of logits are sampled from."""
+    found = [np.zeros(len(one)), np.zeros(len(one))]
+    for row, into in zip((one, other), found, strict=True):
+        chosen = filtered(row, params.temperature, params.top_k, params.top_p)
+        into[chosen.ids] = chosen.probs
+    return float(np.abs(found[0] - found[1]).sum() / 2)
+
+
+def check_repeat(_one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
+    """Mixed requests, twice."""
+    prompts = nano()[2](options.prompts, 23)
+    runs: list[list[list[int]]] = [[], []]
+    for run in runs:
+        for number, ids in enumerate(prompts):
+            params = DecodeParams(
+                temperature=number % 3 / 2,
+                top_k=0 if number == 7 else 20,
+                top_p=0.95,
+                seed=number,
+                draft=("auto", 7, 3, "off", 1)[number % 5],
+                max_tokens=options.tokens,
+            )
+            run.append(sequence(several, ids, params))
+    differing = [number for number in range(len(prompts)) if runs[0][number] != runs[1][number]]
+    return {"sequences": runs[0], "differing": differing, "failed": len(differing)}
+
+
+CHECKS: dict[str, Callable[[CudaEngine, Leader, argparse.Namespace], Report]] = {
+    "score": check_score,
+    "greedy": check_greedy,
+    "seeded": check_seeded,
+    "repeat": check_repeat,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if launched():
+        return guarded("check_ranks", lambda: as_rank(lambda part: _run(_arguments(argv), part)))
+    return guarded("check_ranks", lambda: _start(argv))
+
+
+def _start(argv: list[str]) -> int:
+    options = _arguments(argv)
+    return Launch([sys.executable, "-m", "tools.check_ranks", *argv], options.tp, program="check_ranks").run()
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m tools.check_ranks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checks", nargs="*", default=list(CHECKS), help=f"of {', '.join(CHECKS)}; all by default")
+    parser.add_argument("--tp", type=at_least_one, default=2)
+    parser.add_argument("--prompts", type=at_least_one, default=50)
+    parser.add_argument("--tokens", type=at_least_one, default=200)
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS, help="who launches rounds; both by default")
+    parser.add_argument("--activations", choices=["f16", "fp8"], default="f16")
+    parser.add_argument("--tolerance", type=float, default=1e-2)
+    parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/ranks.jsonl")
+    options = parser.parse_args(argv)
+    for name in options.checks:
+        if name not in CHECKS:
+            raise RequestError(f"there is no check {name}: choose from {', '.join(CHECKS)}")
+    return options
+
+
+def _run(options: argparse.Namespace, part: Part) -> int:
+    if not part.channel.leads:
+        for loop in options.loops:
+            follow(_open(options, loop, part), part.meeting)
+        return 0
+    part.begin()
+    failed = 0
+    sequences: dict[str, Any] = {}
+    with CudaEngine(NANO, loop="host", activations=options.activations) as one:
+        for loop in options.loops:
+            with Leader(_open(options, loop, part), part.meeting) as several:
+                for name in options.checks:
+                    start = time.perf_counter()
+                    found = CHECKS[name](one, several, options)
+                    apart = int(sequences.setdefault(name, found.get("sequences")) != found.pop("sequences", None))
+                    found["failed"] += apart
+                    about = {"check": name, "tp": options.tp, "loop": loop, "activations": options.activations}
+                    report = {
+                        **about,
+                        "prompts": options.prompts,
+                        **found,
+                        "loops_apart": apart,
+                        "check_seconds": round(time.perf_counter() - start, 1),
+                    }
+                    print(json.dumps(report), flush=True)
+                    failed += report["failed"]
+                    if options.log:
+                        append_row("ranks", report)
+    return 1 if failed else 0
+
+
+def _open(options: argparse.Namespace, loop: Any, part: Part) -> CudaEngine:
+    return CudaEngine(NANO, options.tp, loop=loop, activations=options.activations, meeting=part.meeting)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
