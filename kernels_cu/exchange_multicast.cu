@@ -197,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const 
         pdl_settle();
         return;
     }
-    while (!barrier_try(&vectors.all, 0)) {  // the readers' clocks bound it: each vector is claimed
+    // The readers' clocks bound it, since each vector is claimed. A warp leaves whole: shuffles follow.
+    while (!__all_sync(0xffffffffu, barrier_try(&vectors.all, 0))) {
     }
     const float4 y = vectors.value[thread];
     pdl_trigger();
