@@ -1,27 +1,27 @@
 // What tools/check_exchange.py and tools/bench_exchange.py put the exchange to the test with (common/exchange.cuh).
 //
 // probe_push   pushes every place's partials of an exchange, and makes the inbox of the exchange before NOT_READY.
-// probe_take   polls for them, adds them in the order of places, and compares each sum's bits with what the host computed.
+// probe_take   polls for them, adds them in the order of places, and compares each sum's bits with the host's.
 // probe_count  ends a graph of such pairs: the next one's exchanges have other numbers.
 // probe_both   push and poll by one launch, with its times: what an exchange costs by itself.
 // probe_part   pushes one piece for a tail that is timed, and notes when the last words come.
-//   PRECOND  block THREADS; grid (div_up(ROWS * HIDDEN, words of a block), places of this process), words of a block:
-//            THREADS in probe_push, 4 THREADS in probe_take and probe_both. probe_count: (1). probe_part: enough blocks
-//            for rows * columns words, and one more where there are signs. HIDDEN a multiple of 4, arrays 16-byte aligned.
+//   PRECOND  grid (enough threads for ROWS * HIDDEN words, of which one has one in probe_push, four in probe_take and
+//            probe_both; places of this process), block THREADS, in probe_both THREADS at most; probe_count: (1).
+//            probe_part: enough blocks for rows * columns words, and one more where there are signs. HIDDEN a multiple
+//            of 4, arrays 16-byte aligned.
 //            An exchange's launches follow one another in one stream: push, take; or both. Places that one process has
 //            are pushed before any of them polls.
 //   Pushes rows * HIDDEN * 4 bytes to each place; compares rows * HIDDEN * 4.
 //
 // They are launches of the same kind as those that a pass has, since what they probe is the order of stores between
 // launches: a producer behind pdl_wait(), a consumer that polls before its predecessor's end and settles, and a later
-// producer that re-arms. Rows, patterns and pauses are drawn from the exchange's number, so all places draw the same rows.
+// producer that re-arms. Rows, patterns and pauses are drawn from the exchange's number: all places draw the same rows.
 #include "abi.cuh"
 #include "common/exchange.cuh"
 
 constexpr int THREADS = 256;
 constexpr int PART = ROWS * HIDDEN;     // words of one place's partials
 constexpr int BUFFER = RANKS * PART;
-constexpr int BLOCK_WORDS = 4 * THREADS;
 constexpr int WATCHERS = THREADS / WARP;
 static_assert(HIDDEN % 4 == 0, "whole float4");
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ float4 added(float4 a, float4 b) {
 __device__ __forceinline__ void rearm_earlier(const ExchangeProbeArgs& a, const Exchange& e) {
     if (a.behind == 0) return;
     float* const past = inbox_of(a, int(blockIdx.y), e.buffer(a.behind));
-    for (int i = int(blockIdx.x) * THREADS + int(threadIdx.x); i < BUFFER / 4; i += int(gridDim.x) * THREADS)
+    for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < BUFFER / 4; i += int(gridDim.x * blockDim.x))
         make_unready_4(past + i * 4);
 }
 
@@ -86,7 +86,8 @@ __device__ __forceinline__ float4 polled_sum(const float* own, bool mine, Fault*
     return total;
 }
 
-__device__ __forceinline__ void compare(const ExchangeProbeArgs& a, const Exchange& e, int word, float got, float wanted) {
+__device__ __forceinline__ void compare(const ExchangeProbeArgs& a, const Exchange& e, int word, float got,
+                                        float wanted) {
     if (__float_as_uint(got) == __float_as_uint(wanted) || (got != got && wanted != wanted)) return;
     if (atomicAdd(&a.found->wrong, 1) != 0) return;
     a.found->exchange = e.number;
@@ -95,6 +96,14 @@ __device__ __forceinline__ void compare(const ExchangeProbeArgs& a, const Exchan
     a.found->column = word % HIDDEN;
     a.found->got = __float_as_uint(got);
     a.found->expected = __float_as_uint(wanted);
+}
+
+__device__ __forceinline__ void compare_4(const ExchangeProbeArgs& a, const Exchange& e, int word, float4 got,
+                                          float4 wanted) {
+    compare(a, e, word, got.x, wanted.x);
+    compare(a, e, word + 1, got.y, wanted.y);
+    compare(a, e, word + 2, got.z, wanted.z);
+    compare(a, e, word + 3, got.w, wanted.w);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) probe_push(const __grid_constant__ ExchangeProbeArgs a) {
@@ -126,15 +135,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) probe_take(const __grid_co
     const float4 sum = polled_sum(inbox_of(a, local, e.buffer()) + word, mine, a.fault, int(e.number));
     pdl_trigger();
     if (mine) {
-        compare(a, e, word, sum.x, wanted.x);
-        compare(a, e, word + 1, sum.y, wanted.y);
-        compare(a, e, word + 2, sum.z, wanted.z);
-        compare(a, e, word + 3, sum.w, wanted.w);
+        compare_4(a, e, word, sum, wanted);
         if (!(is_finite(sum.x) && is_finite(sum.y) && is_finite(sum.z) && is_finite(sum.w)))
             report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_EXCHANGE, int(e.number), a.place + local);
     }
-    const int words = 4 * __popc(__ballot_sync(0xffffffffu, mine));
-    if (threadIdx.x % WARP == 0 && words > 0) atomicAdd((unsigned long long*)&a.found->compared, (unsigned long long)words);
+    const unsigned long long words = 4 * __popc(__ballot_sync(0xffffffffu, mine));
+    if (threadIdx.x % WARP == 0 && words > 0)
+        atomicAdd(reinterpret_cast<unsigned long long*>(&a.found->compared), words);
     pdl_settle();  // the push has ended when this has: so has whatever it re-armed
 }
 
@@ -143,44 +150,42 @@ extern "C" __global__ void __launch_bounds__(32) probe_count(const __grid_consta
     if (threadIdx.x == 0) a.found->done += uint32_t(a.count);
 }
 
-// Push and poll without a launch between them. The rows are at their places in `sums` afterwards.
+// Four words to the same place of every rank's inbox.
+__device__ __forceinline__ void push_4(const Peers& peers, float* own, float4 x) {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+        asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(reinterpret_cast<uint8_t*>(own) +
+                                                                               peers.distance[r]),
+                     "f"(ready_float(x.x)), "f"(ready_float(x.y)), "f"(ready_float(x.z)), "f"(ready_float(x.w))
+                     : "memory");
+}
+
+// Push and poll without a launch between them, four words a thread.
 extern "C" __global__ void __launch_bounds__(THREADS) probe_both(const __grid_constant__ ExchangeProbeArgs a) {
-    const int place = a.place, first = int(blockIdx.x) * BLOCK_WORDS;
+    const int word = int(blockIdx.x * blockDim.x + threadIdx.x) * 4;
     const Peers peers(a.peers);
     const Exchange e(a);
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int word = first + i * THREADS + int(threadIdx.x);
-        x[i] = word < PART ? __ldg(a.partials + (int64_t(e.pattern) * RANKS + place) * PART + word) : 0.0f;
+    const bool mine = word < e.rows * HIDDEN;
+    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f), wanted = x;
+    if (mine) {
+        const float* const from = a.partials + (int64_t(e.pattern) * RANKS + a.place) * PART + word;
+        x = __ldg(reinterpret_cast<const float4*>(from));
+        wanted = __ldg(reinterpret_cast<const float4*>(a.sums + int64_t(e.pattern) * PART + word));
     }
-    float* const own = inbox_of(a, 0, e.buffer());
+    float* const own = inbox_of(a, 0, e.buffer()) + word;
     pdl_wait();  // as in probe_push
     pdl_trigger();
     const uint64_t begun = clock_ns();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // neighbouring lanes store neighbouring words
-        const int word = first + i * THREADS + int(threadIdx.x);
-        if (word < e.rows * HIDDEN) peers.push(own + place * PART + word, x[i]);
-    }
-    const int word = first + int(threadIdx.x) * 4;
-    const bool mine = word < e.rows * HIDDEN;
-    const float4 sum = polled_sum(own + word, mine, a.fault, int(e.number));
-    const int arrived = __syncthreads_count(mine);  // the block's sums are there
-    const uint64_t summed = clock_ns();
-    if (threadIdx.x == 0 && arrived > 0) {
+    if (mine) push_4(peers, own + a.place * PART, x);
+    const float4 sum = polled_sum(own, mine, a.fault, int(e.number));
+    const int summed = __syncthreads_count(mine);  // the block's sums are there
+    const uint64_t ended = clock_ns();
+    if (threadIdx.x == 0 && summed > 0) {
         uint64_t* const times = a.times + (int64_t(a.layer) * gridDim.x + blockIdx.x) * 2;
         times[0] = begun;
-        times[1] = summed;
+        times[1] = ended;
     }
-    if (mine) {
-        const float* const target = a.sums + int64_t(e.pattern) * PART + word;
-        const float4 wanted = __ldg(reinterpret_cast<const float4*>(target));
-        compare(a, e, word, sum.x, wanted.x);
-        compare(a, e, word + 1, sum.y, wanted.y);
-        compare(a, e, word + 2, sum.z, wanted.z);
-        compare(a, e, word + 3, sum.w, wanted.w);
-    }
+    if (mine) compare_4(a, e, word, sum, wanted);
     rearm_earlier(a, e);
 }
 

@@ -25,9 +25,9 @@ def count(dims: Dims) -> Kernel:
     return _kernel("probe_count", dims, (1, 1), block=32)
 
 
-def both(dims: Dims) -> Kernel:
-    """Push and poll in one launch, timed."""
-    return _kernel("probe_both", dims, (_blocks(ROWS * dims.hidden // 4), 1))
+def both(dims: Dims, threads: int = 64) -> Kernel:
+    """Push and poll in one launch, timed. threads: of a block."""
+    return _kernel("probe_both", dims, (_blocks(ROWS * dims.hidden // 4, threads), 1), block=threads)
 
 
 def part(dims: Dims, words: int, *, signs: bool) -> Kernel:
@@ -35,8 +35,8 @@ def part(dims: Dims, words: int, *, signs: bool) -> Kernel:
     return _kernel("probe_part", dims, (_blocks(words) + int(signs), 1), args=ExchangePushArgs)
 
 
-def _blocks(threads: int) -> int:
-    return -(-threads // THREADS)
+def _blocks(threads: int, block: int = THREADS) -> int:
+    return -(-threads // block)
 
 
 def _kernel(
