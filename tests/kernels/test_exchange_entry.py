@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from cuq1.cuda.kernels import draft, projections
-from cuq1.cuda.module import build
 from cuq1.cuda.repack import f16_tiles
 from cuq1.plan.dims import ROWS
 from tests.kernels import emulated
 from tests.kernels.emulated import NOT_READY
 from tests.kernels.shapes import EXCHANGED
 from tests.kernels.test_draft import TOKENS, TOLERANCE, inputs_of
-from tests.kernels.test_exchange_sampling import PEER_FAULT, World, fresh, quick
+from tests.kernels.test_exchange_sampling import PEER_FAULT, World, built, fresh, quick
 from tests.kernels.test_projections import Qkv
 from tests.kernels.twins import draft as twin
 
@@ -153,7 +152,7 @@ def test_a_missing_rank_is_named(gpu, name):
             calls = [(quick(kernel), args) for (kernel, args), _ in map(world.qkv, world.places)]
             pushes = [world.eh(place) for place in world.places if place != lacking]
             for kernel, _ in (pushes[0], calls[0]):
-                build(kernel, gpu.device.arch)
+                built(kernel, gpu.device.arch)
             begun = time.monotonic()
             found = world.run([*pushes, *calls])
             assert time.monotonic() - begun < 4
@@ -194,3 +193,28 @@ def test_the_check_rejects(gpu, patch):
         broken(world, None)
         with pytest.raises(AssertionError):
             broken(world, patch)
+
+
+@pytest.mark.gpu
+def test_speed(gpu):
+    """Prints microseconds of eh_proj and of the draft's qkv, of one rank and of several, where all pieces are there."""
+    rng = fresh()
+    for name in ("released, 8 ranks", "released, 2 ranks"):
+        with Entry(gpu, DIMS[name], rng) as world:
+            for rows in (1, 8):
+                world.prepare(rows, rows)
+                pushes = [world.eh(0) for _ in range(8)]
+                held = [gpu.array(f16_tiles(world.weight[: world.dims.eh_rows])) for _ in pushes]
+                for (_, args), weights in zip(pushes, held, strict=True):
+                    args.weights = weights.data.ptr
+                alone = [(draft.eh_proj(replace(world.dims, ranks=1)), args) for _, args in pushes]
+                pieces = gpu.array(rng.standard_normal((world.splits, ROWS, world.dims.hidden), np.float32))
+                own = [world.qkv(0, pieces) for _ in range(8)]
+                world.run([world.eh(place) for place in world.places])
+                polled = [world.qkv(0) for _ in range(8)]
+                chains = {"eh_proj": (alone, pushes), "qkv": ([call for call, _ in own], [call for call, _ in polled])}
+                for kernel, (one, several) in chains.items():
+                    (a, low), (b, high) = (gpu.median_us(calls) for calls in (one, several))
+                    print(f"\n{name}, {rows} rows: {kernel} {a / 8:.2f} us alone, {b / 8:.2f} pushed or polled", end="")
+                    print(f" (10th to 90th of 8: {low}, {high})")
+                assert world.wait() == {}

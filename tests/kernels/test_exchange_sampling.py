@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager
 from ctypes import sizeof
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -36,6 +37,13 @@ def fresh():
     return np.random.default_rng(seed)
 
 
+@cache
+def built(kernel, arch, patch=None):
+    """module.build, which looks at the source each time."""
+    return build(kernel, arch, patch)
+
+
+@cache
 def quick(kernel):
     """The kernel with a short patience for peers."""
     return replace(kernel, defines=(*kernel.defines, ("PEER_TIMEOUT_MS", QUICK_MS)))
@@ -108,8 +116,8 @@ class World:
     def issue(self, calls, patch=None, stream=None):
         """Enqueues [(kernel, args)]. patch: (entry, old, new) of the kernels of that name."""
         for kernel, args in calls:
-            own = patch[1:] if patch is not None and patch[0] == kernel.entry else None
-            launch(build(kernel, self.gpu.device.arch, own), args, stream or self.gpu.stream)
+            own = tuple(patch[1:]) if patch is not None and patch[0] == kernel.entry else None
+            launch(built(kernel, self.gpu.device.arch, own), args, stream or self.gpu.stream)
 
     def wait(self):
         """What each rank's kernels reported, (what, kernel, detail), by its place."""
@@ -206,7 +214,7 @@ def play(world, rng, rounds=2, patch=None, limit=None):
 def test_all_ranks_draw_what_one_would(gpu, name):
     rng = fresh()
     with world_of(gpu, DIMS[name]) as world:
-        for _ in range(12):
+        for _ in range(8):
             play(world, rng)
         play(world, rng, limit=0)  # the draft only takes in what was committed, and still has candidates
 
@@ -245,13 +253,13 @@ def test_the_check_rejects_what_an_early_end_leaves(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DIMS)
-def test_thousands_of_requests(gpu, name):
+def test_hundreds_of_requests(gpu, name):
     """accept against the twin, lists as they lie in a rank's inbox: live rows are read, others stay as they are."""
     dims = DIMS[name]
     for rows, first in ((ROWS, 0), (5, 0), (2, 0), (1, 1)):
         rng = fresh()
-        target, draft = random_logits(rng, 400)
-        before = with_drafts(rng, random_states(rng, 400), draft)
+        target, draft = random_logits(rng, 200)
+        before = with_drafts(rng, random_states(rng, 200), draft)
         expected = before.copy()
         for state, logits in zip(expected, target, strict=True):
             if first:
@@ -309,7 +317,7 @@ def missing(world, kind, lacking, patch=None):
         world.draft_sample(place, 2) if kind == "draft_sample" else world.accept(place, 1, first=True)
         for place in world.places
     ]
-    build(calls[0][0], world.gpu.device.arch)  # which takes longer than they do
+    built(calls[0][0], world.gpu.device.arch)  # which takes longer than they do
     begun = time.monotonic()
     found = world.run(calls)
     assert time.monotonic() - begun < 1 + world.dims.ranks * 10 * QUICK_MS / 1e3
@@ -346,6 +354,9 @@ def test_speed(gpu):
             state = random_states(rng, 1)[0]
             state["temperature"], state["top_k"], state["top_p"], state["draft_limit"] = 1, 20, 0.95, 7
             state["auto_depth"], state["depth_rows"], state["done"] = 1, 1, 10
+            state["q_count"], state["q_ids"], state["q_probs"] = 1, -1, 0  # of drafts that nobody has drawn here
+            state["q_ids"][:, 0], state["q_probs"][:, 0], state["tokens"] = 5, 1, 5
+            state["served"], state["entropy"] = 0.9, 0.1
             world.set_states(state)
             world.set_logits(rng.standard_normal((ROWS, ranks * dims.vocab), np.float32) * 3)
             for place in world.places:

@@ -12,10 +12,9 @@ from cuq1.cuda.graph import capture, synchronize
 from cuq1.cuda.kernels import control as family
 from cuq1.cuda.kernels import exchange
 from cuq1.cuda.log import ResultLog, decided
-from cuq1.cuda.module import build
 from cuq1.plan.dims import DRAFT, ROWS
 from tests.kernels.shapes import EXCHANGED, RELEASED
-from tests.kernels.test_exchange_sampling import PEER_FAULT, World, fresh
+from tests.kernels.test_exchange_sampling import PEER_FAULT, World, built, fresh
 from tests.kernels.test_sampling_kernels import random_states
 from tests.kernels.twins import control as twin
 
@@ -59,7 +58,7 @@ class Chains(World):
 
     def captured(self, call, patch=None):
         """A graph of one launch, which kernels may launch."""
-        build(call[0], self.gpu.device.arch, patch[1:] if patch and patch[0] == call[0].entry else None)
+        built(call[0], self.gpu.device.arch, tuple(patch[1:]) if patch and patch[0] == call[0].entry else None)
         with capture(self.gpu.stream) as found:
             self.issue([call], patch)
         graph = found.instantiate(device=True)

@@ -94,6 +94,19 @@ def test_all_that_is_pushed_of_a_row_is_read_by_the_same_launches():
         assert seen[0]
 
 
+def test_qkv_polls_what_the_entry_pushes():
+    for model in models(RANKS):
+        for _, plan in plans_of(model, loop):
+            launches = list(plan.launches)
+            entries = [i for i, one in enumerate(launches) if one.label == "eh_proj"]
+            assert entries
+            for i in entries:
+                pushed, polled = launches[i].args, launches[i + 1].args
+                assert (pushed["live"], pushed["rows"]) == (polled["live"], polled["rows"])
+                assert (polled["pieces"], polled["polled"]) == (pushed["out"], 1)
+                assert pushed["peers"] != 0
+
+
 class Rank:
     """A rank's State, Loop and Mirror, and what its control decides."""
 
