@@ -30,7 +30,9 @@
 //   behind the end of r's tail(i + 1): the words that q sees are NOT_READY or already those of i + 3, never those of i.
 //   With two buffers q could look at i + 2 as soon as r's send(i + 1) has stored, when r's tail(i + 1) may not have begun.
 // Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are performed at
-// its end. A late look of a claimed vector finds it taken, whatever it returns, and its block waits for it before it ends.
+// its end. PTX orders accesses to one memory by two addresses behind fence.proxy.alias alone, so both who store end with
+// one, off the path of the data. A late look of a claimed vector finds it taken, whatever it returns, and its block waits
+// for it before it ends.
 //
 // The sum's order and precision are the switch's own: the PTX ISA names neither. All ranks get the same bits only as far as
 // the switch gives every reader the same; against the rank-ordered sums of the push path bits can differ in the last place.
@@ -68,6 +70,9 @@ __device__ __forceinline__ int largest_of_ranks(const int* address) {
 // reads]
 
 __device__ __forceinline__ bool has_nan(float4 x) { return x.x != x.x || x.y != x.y || x.z != x.z || x.w != x.w; }
+
+// What this thread stored at its own address comes before what is loaded at the multicast address.
+__device__ __forceinline__ void order_addresses() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // Whether every rank has written the four words.
 __device__ __forceinline__ bool all_written(const float* address) {
@@ -158,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) multicast_send(cons
     asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(a.out + at), "f"(ready_float(x.x)),
                  "f"(ready_float(x.y)), "f"(ready_float(x.z)), "f"(ready_float(x.w))
                  : "memory");
+    order_addresses();
 }
 
 extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const __grid_constant__ MulticastTailArgs a) {
@@ -182,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const 
         const bool claimed = read_vector(a, a.y + at, x, thread, vectors);
         if (!claimed || a.unready == nullptr) return;
         for (int r = row; r < ROWS; r += live) make_unready_4(a.unready + int64_t(r) * HIDDEN + column);
+        order_addresses();
         return;
     }
     vectors.taken[thread] = 0;
