@@ -218,12 +218,19 @@ CHECKS: dict[str, Callable[[Rank], Found]] = {
 }
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {(1 << 32) - 1}")
+    return value
+
+
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="check_exchange", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; all by default")
     parser.add_argument("--exchanges", type=at_least_one, default=1_000_000, metavar="N")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=2)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=_seed, default=1)
     parser.add_argument("--sanitizer", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/exchange.jsonl")
     options = parser.parse_args(argv)

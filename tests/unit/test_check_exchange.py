@@ -135,7 +135,10 @@ def test_bad_input_is_one_sentence():
     assert done.returncode == 2
     assert done.stderr.startswith("check_exchange: 'some' is no check: choose of many, ")
     assert done.stderr.count("\n") == 1
-    assert run("--ranks", "3").returncode == 2
+    for arguments in (("--ranks", "3"), ("--seed", "-1"), ("--exchanges", "0")):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
 
 
 def test_json_has_no_numpy_in_it():
