@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that one GPU has to show, in one run: kernel and engine tests, memcheck and racecheck, both engines against
-# each other, the decode loop, and what is timed. Prints a line a job; logs and the jobs' last lines go to OUT.
+# each other, the decode loop, and what is timed; and where there are two, what several have to show. Prints a line a
+# job; logs and the jobs' last lines go to OUT.
 #
 #   tools/qualify_gpu.sh OUT [REFERENCES [JOBS]]
 #
@@ -9,7 +10,7 @@
 # JOBS: a regular expression that the whole name of a job matches; all by default.
 # Rows are appended to tools/benchlog/. Tests and checks run side by side first, then what is timed, one at a time.
 set -u
-[ $# -ge 1 ] || { sed -n '2,10p' "$0" | cut -c3-; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,11p' "$0" | cut -c3-; exit 2; }
 cd "$(dirname "$0")/.." || exit 2
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 references=${2:-$out}
@@ -68,5 +69,12 @@ job gap 60 "$python -m tools.check_loop gap --log && $python -m tools.bench_loop
 job drafting 60 "$python -m tools.check_loop drafting --log"
 job timeline 40 "$python -m tools.trace_round --out $out/timeline"
 job million 240 "$python -m tools.check_loop million --log"
+if [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
+    job exchange 120 "$python -m tools.check_exchange --log"
+    job exchange-memory 120 "for tool in memcheck racecheck; do
+        $python -m tools.check_exchange --sanitizer \$tool --exchanges 600 many places infinite nan || exit; done"
+    job exchange-speed 60 "$python -m tools.bench_exchange --log"
+    job ranks 240 "$pytest tests/multigpu"
+fi
 sort -u "$failures" | sed 's/^/failed: /'
 [ ! -s "$failures" ]
