@@ -7,7 +7,7 @@
 // What gate_up and the next attention tail poll for it makes unready again: o and the router's parts, which the attention
 // tail has read when inner is there, and routing when gate_up has ended.
 // Reads TILES tiles of every group's expert once (TILE_BYTES each, contiguous), their scales, and the rows of inner
-// that chose the expert; writes every live row of out.
+// that chose the expert; writes every live row of out: with RANKS > 1 in its inbox and all others (common/exchange.cuh).
 //
 // A block owns rows of the output and takes all groups, so nothing is added across blocks and a weight is read once.
 // Each warp has groups of its own and DEPTH stages of shared memory for them: it refills a stage as soon as it has

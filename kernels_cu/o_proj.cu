@@ -5,7 +5,8 @@
 // `residual` with `inverse`, which qkv or a launch before it wrote: the router's share of it is complete when the wait
 // ends.
 // Reads weights and fold once (2.4 and 1.2 MB at 6 heads, hidden 3072, 256 experts), activations once a block; writes
-// rows of out, router_attended and router_residual, which are their own ready flags (common/flagged.cuh).
+// rows of out, router_attended and router_residual, which are their own ready flags (common/flagged.cuh). With RANKS > 1
+// they lie in this rank's inbox, and go to the same places of all others (common/exchange.cuh), 128 bytes of out a warp.
 //
 // Tile blocks: TILES tiles of 16 rows, K split among the warps, so that a block reads the activations once, and every
 // warp's weights have arrived in registers, as halves, before the wait. Router blocks: ROUTER_EXPERTS rows of fold, one

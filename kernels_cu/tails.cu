@@ -10,16 +10,16 @@
 //            attn_tail is `polled`, o and the router's parts were NOT_READY before o_proj wrote them
 //            (common/flagged.cuh), and whatever attn_tail writes had been read for the last time before o_proj began.
 //            `rows` may exceed ROWS; then ranks' partials lie `rows` rows apart, and nothing is routed.
-//   RANKS > 1 o, the router's parts and y are this rank's inbox, which the ranks push into (common/exchange.cuh) and both
-//            tails poll, whatever `polled` says; rows <= ROWS. Then mlp_tail reads *live before pdl_wait(), too, what it
-//            writes had been read for the last time before down began, and it leaves y NOT_READY: a word has one reader.
+//   RANKS > 1 o, the router's parts and y are this rank's inbox, which the ranks push into (common/exchange.cuh) and
+//            both tails poll, whatever `polled` says; rows <= ROWS. mlp_tail reads *live before it polls, too; what it
+//            writes had been read for the last time before down began; it leaves y NOT_READY: a word has one reader.
 //   Reads rows * HIDDEN * 4 (ranks + 1) bytes and two norms, attn_tail also rows * EXPERTS * 8 ranks;
-//   writes rows * HIDDEN * 6.
+//   writes rows * HIDDEN * 6, mlp_tail of an inbox also what it read of y.
 //
 // Routing is done beside the normalisation. 1 / rms(h) scales all logits alike, so the order is that of rn + k ra, which
-// needs the sum of o's squares alone: the routing threads, an expert each, take it themselves, an exchange earlier than
-// the cluster has it. A key's place is the number of keys that come before it, first in its warp, then among the warps'
-// first TOP_K: many independent comparisons instead of one warp's chain of dependent ones.
+// needs the sum of o's squares alone: of one rank's o the routing threads, an expert each, take it themselves, an
+// exchange earlier than the cluster has it. A key's place is the number of keys that come before it, first in its warp,
+// then among the warps' first TOP_K: many independent comparisons instead of one warp's chain of dependent ones.
 // How a row is shared among blocks: common/row.cuh; one reduction instead of two: common/sublayer.cuh.
 #include "common/exchange.cuh"
 #include "common/experts.cuh"
@@ -37,23 +37,19 @@ __device__ __forceinline__ float load_flagged(const float* address) {
     return x;
 }
 
-// The sum over ranks of what they push to `from` and, a rank each, ROWS * HIDDEN further on. All loads leave together;
-// those leave again whose words had not come.
+// The sum over ranks of what they push to `from` and, a rank each, ROWS * HIDDEN further on. All loads leave together,
+// and all of them again while any word has not come: to pick those that are missing takes longer.
 __device__ __forceinline__ float4 sum_pushed(const float* from, Fault* fault, int kernel, int layer) {
-    constexpr int64_t STRIDE = int64_t(ROWS) * HIDDEN;
     float4 part[RANKS];
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) part[r] = load_pushed_4(from + r * STRIDE);
+    int missing;
     PeerPolls polls;
-    while (true) {
-        int missing = -1;
+    do {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) part[r] = load_pushed_4(from + r * (ROWS * HIDDEN));
+        missing = -1;
 #pragma unroll
         for (int r = RANKS - 1; r >= 0; --r) missing = has_come(part[r]) ? missing : r;
-        if (!polls.again(missing, fault, kernel, layer)) break;
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r)
-            if (!has_come(part[r])) part[r] = load_pushed_4(from + r * STRIDE);
-    }
+    } while (polls.again(missing, fault, kernel, layer));
     float4 total = part[0];
 #pragma unroll
     for (int r = 1; r < RANKS; ++r) total = sum(total, part[r]);
@@ -161,53 +157,24 @@ __device__ __forceinline__ float inputs_of(const AttnTailArgs& a, int row, int t
     return total;
 }
 
-// Whether the routing threads of a row take the sum of o's squares themselves. More ranks' rows would keep one
-// multiprocessor reading for longer than the cluster takes to exchange its sums.
-constexpr bool OWN_SQUARES = RANKS <= 2;
-
-// As inputs_of(), of what the ranks push; 0 without OWN_SQUARES.
-__device__ __forceinline__ float pushed_inputs(const AttnTailArgs& a, int row, int thread, float& attended,
-                                               float& residual) {
-    constexpr int EACH = OWN_SQUARES ? THREAD_VECTORS : 0, VECTORS = OWN_SQUARES ? RANKS * THREAD_VECTORS : 1;
-    const auto has = [&](int i) {
-        return ROW_VECTORS % ROUTE_THREADS == 0 || thread + i * ROUTE_THREADS < ROW_VECTORS;
-    };
-    const float* const o = a.o + int64_t(row) * HIDDEN + thread * 4;
-    const int64_t at = int64_t(row) * EXPERTS + thread;
-    const auto vector = [&](int i) {  // EACH of the first rank, then of the next one
-        return load_pushed_4(o + i / THREAD_VECTORS * (ROWS * HIDDEN) + i % THREAD_VECTORS * ROUTE_THREADS * 4);
-    };
-    const auto logit = [&](const float* part, int r) { return load_pushed(part + at + r * (ROWS * EXPERTS)); };
-    float4 x[VECTORS];
+// The sums over ranks of the two parts of an expert's logit.
+__device__ __forceinline__ void sum_pushed_logits(const AttnTailArgs& a, int row, int expert, float& attended,
+                                                  float& residual) {
+    const int64_t at = int64_t(row) * EXPERTS + expert;
     float parts[2][RANKS];
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
-        parts[0][r] = logit(a.router_attended, r);
-        parts[1][r] = logit(a.router_residual, r);
-    }
-#pragma unroll
-    for (int i = 0; i < RANKS * EACH; ++i)
-        x[i] = has(i % THREAD_VECTORS) ? vector(i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    int missing;
     PeerPolls polls;
-    while (true) {
-        int missing = -1;
-#pragma unroll
-        for (int r = RANKS - 1; r >= 0; --r) {
-            bool here = has_come(parts[0][r]) && has_come(parts[1][r]);
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) here = here && has_come(x[r * THREAD_VECTORS + i]);
-            missing = here ? missing : r;
-        }
-        if (!polls.again(missing, a.fault, KERNEL_ATTN_TAIL, a.layer)) break;
+    do {
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {
-            if (!has_come(parts[0][r])) parts[0][r] = logit(a.router_attended, r);
-            if (!has_come(parts[1][r])) parts[1][r] = logit(a.router_residual, r);
+            parts[0][r] = load_pushed(a.router_attended + at + r * (ROWS * EXPERTS));
+            parts[1][r] = load_pushed(a.router_residual + at + r * (ROWS * EXPERTS));
         }
+        missing = -1;
 #pragma unroll
-        for (int i = 0; i < RANKS * EACH; ++i)
-            if (!has_come(x[i])) x[i] = vector(i);
-    }
+        for (int r = RANKS - 1; r >= 0; --r)
+            missing = has_come(parts[0][r]) && has_come(parts[1][r]) ? missing : r;
+    } while (polls.again(missing, a.fault, KERNEL_ATTN_TAIL, a.layer));
     attended = parts[0][0];
     residual = parts[1][0];
 #pragma unroll
@@ -215,15 +182,6 @@ __device__ __forceinline__ float pushed_inputs(const AttnTailArgs& a, int row, i
         attended += parts[0][r];
         residual += parts[1][r];
     }
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        float4 whole = x[i];
-#pragma unroll
-        for (int r = 1; r < RANKS; ++r) whole = sum(whole, x[r * THREAD_VECTORS + i]);
-        total += dot(whole, whole);
-    }
-    return total;
 }
 
 // The routing of a row by ROUTE_THREADS threads.
@@ -231,21 +189,18 @@ __device__ __forceinline__ void route(const AttnTailArgs& a, int row, int thread
     const int lane = thread % WARP, warp = thread / WARP;
     // On its way beside the logits: a benchmark's forced routing is not to take longer than what it stands for.
     if (a.forced_ids != nullptr && thread < TOP_K) r.forced[thread] = __ldcg(a.forced_ids + row * TOP_K + thread);
-    // The order needs the sum of o's squares, and nothing else of the row: the cluster's sum comes an exchange later.
-    float attended, residual, squares;
-    if constexpr (RANKS > 1)
-        squares = pushed_inputs(a, row, thread, attended, residual);
-    else
-        squares = inputs_of(a, row, thread, attended, residual);
-    float total = 0.0f;
-    if constexpr (OWN_SQUARES) {
-        squares = warp_sum(squares);
+    // The order needs the sum of o's squares, and nothing else of the row. The cluster's sum comes an exchange later than
+    // one of their own, but one multiprocessor would take longer than that to read a row of several ranks.
+    float attended, residual, total = 0.0f;
+    if constexpr (RANKS > 1) {
+        sum_pushed_logits(a, row, thread, attended, residual);
+        total = row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
+    } else {
+        const float squares = warp_sum(inputs_of(a, row, thread, attended, residual));
         if (lane == 0) r.squares[warp] = squares;
         asm volatile("bar.sync 2, %0;" ::"n"(ROUTE_THREADS) : "memory");  // the warps' parts are there
 #pragma unroll
         for (int w = 0; w < ROUTE_WARPS; ++w) total += r.squares[w];
-    } else {
-        total = row_result<false>(exchange[0], a.fault, KERNEL_ATTN_TAIL, a.layer).x;
     }
     const float factor = a.attn_scale * inverse_rms(total);
     const uint32_t key = order_key(fmaf(factor, attended, residual));

@@ -59,7 +59,7 @@ class Ranks:
         where, _ = self.where(name, turn)
         self.memory[:, where] = self.gpu.array(values.view(np.uint32).reshape(1, -1))
 
-    def unready(self):
+    def ready_words(self):
         """How many words of all inboxes are not NOT_READY."""
         return int((self.memory != NOT_READY).sum())
 

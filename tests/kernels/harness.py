@@ -68,12 +68,12 @@ class Gpu:
         return f" ({what} in {kernel}, layer {found.layer})"
 
     def median_us(self, calls, repeats=50, copies=None):
-        """Microseconds of all `calls` [(kernel, args)] in order, once: (median, (10th, 90th percentile)).
+        """Microseconds of all `calls` [(kernel, args[, patch])] in order, once: (median, (10th, 90th percentile)).
 
         Timed are replays of a graph that holds the calls several times over, so that what starting a graph costs
         does not count. Give calls enough different weights: what one replay leaves in L2, the next one finds.
         """
-        functions = [(build(kernel, self.device.arch), args) for kernel, args in calls]
+        functions = [(build(kernel, self.device.arch, *patch), args) for kernel, args, *patch in calls]
         copies = copies or max(1, 64 // len(functions))
         self.cupy.cuda.Device().synchronize()
         with capture(self.stream) as captured:

@@ -263,10 +263,12 @@ class Mlp:
         if live:
             assert_close(expected["residual"][:live], h, EXACT, "residual")
             assert_close(expected["normed"][:live], normed, HALF, "normed")
-        # NOT_READY again: y, o and the router's parts of this turn, and nothing else.
-        words = 4 * self.ranks.inboxes[0].pieces("o", "router_residual") + parts.size
-        assert self.ranks.unready() == self.ranks.memory.size - dims.ranks * words, "not made ready for the next use"
-        for name in (*PROJECTED, "y"):
+        # NOT_READY again: y, o and the logits of this turn, and nothing else; a launch without rows clears nothing.
+        cleared = 4 * self.ranks.inboxes[0].pieces("o", "router_residual") if live else 0
+        assert self.ranks.ready_words() == self.ranks.memory.size - dims.ranks * (cleared + parts.size), (
+            "not made ready again"
+        )
+        for name in (*PROJECTED, "y") if live else ("y",):
             assert (self.ranks.parts(name, TURN) == NOT_READY).all(), f"{name} was not made NOT_READY"
         return None
 
@@ -345,7 +347,7 @@ def test_sums_are_of_ranks_in_order(gpu, rng, name):
     sums = Sums(gpu, name, adversarial(rng, dims))
     assert sums.run() is None
     sums.check()
-    assert sums.ranks.unready() == 0
+    assert sums.ranks.ready_words() == 0
     normal = rng.standard_normal(sums.values.shape, np.float32) * np.float32(1e-3)
     every = normal.view(np.uint32) ^ rng.integers(0, 2, normal.shape, np.uint32) << 31
     sums = Sums(gpu, name, every.view(np.float32))
@@ -380,7 +382,7 @@ def test_what_is_not_finite_is_reported(gpu, rng, name):
         for out in rest:
             assert np.isnan(out[3, 7])
             assert np.isfinite(np.delete(out, 3, axis=0)).all()
-        assert sums.ranks.unready() == 0
+        assert sums.ranks.ready_words() == 0
     short = (("PEER_TIMEOUT_MS", 20),)
     sums = Sums(gpu, name, nan[0x7FC00000])
     broken = ("missing = has_come(part[r]) ? missing : r;", "missing = part[r].w == part[r].w ? missing : r;")
@@ -395,7 +397,7 @@ def test_a_part_that_is_not_finite_is_pushed(gpu, rng, name, value):
     case.held["attended"][-1, 2, 5] = value
     case.expect = lambda: None
     assert case.go(unchecked=True) == (NOT_FINITE, "o_proj", 0)
-    assert case.ranks.unready() == case.dims.ranks**2 * 4 * (case.dims.hidden + 2 * case.dims.experts)
+    assert case.ranks.ready_words() == case.dims.ranks**2 * 4 * (case.dims.hidden + 2 * case.dims.experts)
 
 
 @pytest.mark.gpu
@@ -443,8 +445,8 @@ def test_a_rank_that_never_pushes(gpu, rng, name):
 
 BROKEN = {
     "parts to oneself": {"o_proj": ("peers.push(&out, x);", "out = ready_float(x);")},
-    "rows not polled for": {"attn_tail": ("if (!polls.again(missing, fault,", "if (!polls.again(-1, fault,")},
-    "logits not polled for": {"attn_tail": ("if (!polls.again(missing, a.fault,", "if (!polls.again(-1, a.fault,")},
+    "rows not polled for": {"attn_tail": ("while (polls.again(missing, fault,", "while (polls.again(-1, fault,")},
+    "logits not polled for": {"attn_tail": ("while (polls.again(missing, a.fault,", "while (polls.again(-1, a.fault,")},
     "another rank's logits": {"attn_tail": ("attended += parts[0][r];", "attended += parts[0][0];")},
     "dead rows polled for": {
         "attn_tail": (
@@ -466,7 +468,7 @@ def test_a_broken_attention_is_rejected(gpu, rng, broken):
 
 BROKEN_MLP = {
     "parts to oneself": {"down": ("peers.push(&out, x);", "out = x;")},
-    "not polled for": {"mlp_tail": ("if (!polls.again(missing, fault,", "if (!polls.again(-1, fault,")},
+    "not polled for": {"mlp_tail": ("while (polls.again(missing, fault,", "while (polls.again(-1, fault,")},
     "not made ready again": {"mlp_tail": ("make_unready_4(a.y + at", "if (r > 0) make_unready_4(a.y + at")},
     "o not made ready again": {"down": ("i < a.unready_pieces;", "i < a.unready_pieces - 1;")},
 }

@@ -13,6 +13,7 @@ from cuq1.reference.ops import route
 from tests.kernels.shapes import DIMS, RELEASED
 from tests.kernels.told import TELL, run_chain, tell
 from tests.kernels.twins import rows as twin
+from tests.paths import ROOT
 
 EXACT = 3e-6  # what FP32 sums and norms may differ by
 HALF = 4e-4  # and halves, half a step of 2^-11 at most
@@ -41,6 +42,13 @@ def assert_close(out, expected, tolerance, name):
 def assert_untouched(out, live, name):
     dead = out[live:]
     assert (np.isnan(dead) if dead.dtype.kind == "f" else dead == dead.dtype.type(0x7F7F7F7F)).all(), f"{name}: written"
+
+
+def in_sublayer(old, new):
+    """A patch of common/sublayer.cuh, in the place where tails.cu includes it."""
+    text = (ROOT / "kernels_cu" / "common" / "sublayer.cuh").read_text()
+    assert text.count(old) == 1
+    return '#include "common/sublayer.cuh"', text.replace("#pragma once", "").replace(old, new)
 
 
 def norm_weights(rng, count):
@@ -327,7 +335,9 @@ def test_a_row_that_cancels_is_summed_again(gpu, rng, name):
     modes = {"moe": False, "scale": scale, "tolerance": 1e-3}  # h is a difference of FP32 values
     check_attn_tail(gpu, dims, x, ROWS, **modes)
     with pytest.raises(AssertionError, match="normed32"):
-        check_attn_tail(gpu, dims, x, ROWS, **modes, patch=("CANCELLED = 1.0f / 64.0f;", "CANCELLED = -1.0f;"))
+        check_attn_tail(
+            gpu, dims, x, ROWS, **modes, patch=in_sublayer("CANCELLED = 1.0f / 64.0f;", "CANCELLED = -1.0f;")
+        )
 
 
 @pytest.mark.gpu
@@ -335,7 +345,7 @@ def test_attn_tail_tells_broken_kernels(gpu, rng):
     x = with_inverse(rng, attn_inputs(rng, RELEASED, ROWS, 8))
     for patch, match in (
         (("if (a.inverse != nullptr) x", "if (false) x"), "h"),
-        (("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
+        (in_sublayer("2.0f * s.factor * t.z", "s.factor * t.z"), "normed32"),
         (("sum_ranks(a.o + at, a.ranks,", "sum_ranks(a.o + at, 1,"), "h"),
         (("fmaf(factor, attended, residual)", "residual"), "expert_ids"),
         (("total += r.squares[w]", "total += r.squares[0]"), "expert_ids"),
@@ -434,7 +444,7 @@ def test_mlp_tail_tells_broken_kernels(gpu, rng):
     for sandwich, patch in (
         (True, ("a.normed_residual ? n : s.out", "s.out")),
         (True, ("a.ffn_out_norm != nullptr, exchange", "false, exchange")),
-        (False, ("s.factor = scale;", "s.factor = 1.0f; scale = 1.0f;")),
+        (False, in_sublayer("s.factor = scale;", "s.factor = 1.0f; scale = 1.0f;")),
     ):
         with pytest.raises(AssertionError, match="residual"):
             check_mlp_tail(gpu, rng, RELEASED, 8, 1, sandwich=sandwich, normed_residual=True, patch=patch)
