@@ -1,41 +1,47 @@
-// Exchange through the switch: a multicast object binds one buffer of each rank (cuq1/parallel/multicast.py), and a load at
-// its multicast address returns the buffers' sum, which the switch forms (NVLink SHARP). Off unless a user asks for it, and
-// never run by the tests, which read plain memory in its place: tools/check_multicast.py qualifies a machine for it.
+// Exchange through the switch: a multicast object binds one buffer of each rank (cuq1/parallel/multicast.py), and a
+// load at its multicast address returns the buffers' sum, which the switch forms (NVLink SHARP). Off unless a user
+// asks for it, and never run by the tests, which read plain memory in its place: tools/check_multicast.py qualifies a
+// machine for it.
 //
-// multicast_send  stands for a kernel that makes partials: this rank's go to its own buffer, or are pushed to all inboxes.
+// multicast_send  stands for a kernel that makes partials: this rank's go to its own buffer, or are pushed to all
+//                 inboxes.
 //   PRECOND  grid (rows * PARTS), block COLUMN_THREADS. Reads and writes rows * HIDDEN * 4 bytes (peers: RANKS times).
 // multicast_tail  y = the ranks' partials, summed by the switch; the rest as mlp_tail (tails.cu).
-//   PRECOND  grid (rows * PARTS), cluster PARTS, block TAIL_THREADS. Its predecessor is the launch that writes this rank's
-//            partials, which stores nothing before its pdl_wait(). h, norms and *live were written two launches ago or
-//            more, and what the tail writes was read for the last time before its predecessor began. *live >= 1.
-//   Reads rows * HIDDEN * 4 bytes of each rank a look, and two norms; writes rows * HIDDEN * 6, and ROWS * HIDDEN * 4 of
-//   the buffer of the exchange before.
+//   PRECOND  grid (rows * PARTS), cluster PARTS, block TAIL_THREADS. Its predecessor is the launch that writes this
+//            rank's partials, which stores nothing before its pdl_wait(). h, norms and *live were written two launches
+//            ago or more, and what the tail writes was read for the last time before its predecessor began. *live is
+//            1 at least.
+//   Reads rows * HIDDEN * 4 bytes of each rank a look, and two norms; writes rows * HIDDEN * 6, and ROWS * HIDDEN * 4
+//   of the buffer of the exchange before.
 //
-// Data is the ready flag. A buffer's words are NOT_READY, a NaN, before their rank writes them, and any NaN among the terms
-// makes the sum a NaN: a vector without one is whole. A NaN can also be the sum itself, where a rank computed one or two
-// ranks' infinities, or overflows, cancel. So a look that stays a NaN is settled now and then by the largest of the ranks'
-// words as unsigned integers: it is NOT_READY, all bits set, exactly where a rank has not written, since no rank stores that
-// pattern (ready_float). Thus every value passes, and one that is not finite is reported, by all ranks, as an error.
+// Data is the ready flag. A buffer's words are NOT_READY, a NaN, before their rank writes them, and any NaN among the
+// terms makes the sum a NaN: a vector without one is whole. A NaN can also be the sum itself, where a rank computed
+// one or two ranks' infinities, or overflows, cancel. So a look that stays a NaN is settled now and then by the
+// largest of the ranks' words as unsigned integers: it is NOT_READY, all bits set, exactly where a rank has not
+// written, since no rank stores that pattern (ready_float). Thus every value passes, and one that is not finite is
+// reported, by all ranks, as an error.
 //
-// Readers and norm work are apart. READERS groups of threads, as many as hold columns, look at the same vectors; the first
-// group's first look leaves at the kernel's entry, before the predecessor has ended, while the others stage norms and h.
-// The groups look STAGGER cycles apart, so that the last partial waits for half a trip to the switch on average. The first
-// whole result claims its vector (`taken`), and the thread with its columns goes on from shared memory.
+// Readers and norm work are apart. READERS groups of threads, as many as hold columns, look at the same vectors; the
+// first group's first look leaves at the kernel's entry, before the predecessor has ended, while the others stage
+// norms and h. The groups look STAGGER cycles apart, so that less of a trip to the switch is lost where a look comes just
+// before the last partial. The first whole result claims its vector (`taken`), and the thread with its columns goes on
+// from shared memory.
 //
-// Re-arming. Exchanges are numbered; number i uses buffer i % 3, and a rank's steps are send(i), tail(i), send(i + 1), ...
-//   A word of i + 1 from rank r means that r's tail(i) has ended: send(i + 1) stores behind a pdl_wait(). So whoever has a
-//   whole vector of i + 1 knows that no rank reads buffer i any more, and makes its own part of it NOT_READY: tail(i + 1)
-//   does so for all ROWS rows, whatever number it had computed, since the exchange before may have had more.
+// Re-arming. Exchange i uses buffer i % 3, and a rank's steps are send(i), tail(i), send(i + 1), tail(i + 1) and so on.
+//   A word of i + 1 from rank r means that r's tail(i) has ended: send(i + 1) stores behind a pdl_wait(). So whoever
+//   has a whole vector of i + 1 knows that no rank reads buffer i any more, and makes its own part of it NOT_READY:
+//   tail(i + 1) does so for all ROWS rows, however many it has itself: the exchange before may have had more.
 //   Buffer i is used next by i + 3. Rank q looks at it after its tail(i + 2), so after r's send(i + 2), which stored
-//   behind the end of r's tail(i + 1): the words that q sees are NOT_READY or already those of i + 3, never those of i.
-//   With two buffers q could look at i + 2 as soon as r's send(i + 1) has stored, when r's tail(i + 1) may not have begun.
-// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are performed at
-// its end. PTX orders accesses to one memory by two addresses behind fence.proxy.alias alone, so both who store end with
-// one, off the path of the data. A late look of a claimed vector finds it taken, whatever it returns, and its block waits
-// for it before it ends.
+//   behind the end of r's tail(i + 1): the words that q sees are NOT_READY or those of i + 3, never those of i.
+//   With two buffers q could look at i + 2 once r's send(i + 1) has stored, when r's tail(i + 1) may not have begun.
+//   tests/unit/test_multicast_order.py walks all interleavings.
+// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are
+// performed at its end. PTX orders accesses to one memory by two addresses behind fence.proxy.alias alone, so both who
+// store end with one, off the path of the data. A late look of a claimed vector finds it taken, whatever it returns,
+// and its block waits for it before it ends.
 //
-// The sum's order and precision are the switch's own: the PTX ISA names neither. All ranks get the same bits only as far as
-// the switch gives every reader the same; against the rank-ordered sums of the push path bits can differ in the last place.
+// The sum's order and precision are the switch's own: the PTX ISA names neither. Bits can differ from those of the push
+// path, which adds in the order of ranks; ranks have the same ones if the switch gives every reader the same.
 #include "common/exchange.cuh"
 #include "common/sublayer.cuh"
 
@@ -136,7 +142,8 @@ __device__ __forceinline__ bool read_vector(const MulticastTailArgs& a, const fl
     }
 }
 
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) multicast_send(const __grid_constant__ MulticastSendArgs a) {
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) multicast_send(
+    const __grid_constant__ MulticastSendArgs a) {
     const int row = int(blockIdx.x) / PARTS, part = int(blockIdx.x) % PARTS;
     const int64_t at = int64_t(row) * HIDDEN + part * COLUMNS + int(threadIdx.x) * 4;
     pdl_wait();  // behind it, this rank's tail of the exchange before has ended: see above
