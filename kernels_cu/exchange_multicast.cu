@@ -23,8 +23,8 @@
 //
 // Readers and norm work are apart. READERS groups of threads, as many as hold columns, look at the same vectors; the
 // first group's first look leaves at the kernel's entry, before the predecessor has ended, while the others stage
-// norms and h. The groups look STAGGER cycles apart, so that less of a trip to the switch is lost where a look comes just
-// before the last partial. The first whole result claims its vector (`taken`), and the thread with its columns goes on
+// norms and h. The groups look STAGGER cycles apart: less of a trip to the switch is lost where a look comes just before
+// the last partial. The first whole result claims its vector (`taken`), and the thread with its columns goes on
 // from shared memory.
 //
 // Re-arming. Exchange i uses buffer i % 3, and a rank's steps are send(i), tail(i), send(i + 1), tail(i + 1) and so on.
