@@ -148,6 +148,7 @@ def emulate(context: Path, folder: Path, python: str, arguments: Mapping[str, st
         (("python", "-m", "cuq1.generate", "--device", "cpu", "--chat", "hi", "--max-tokens", "4"), 0, None),
         (("cuq1-launch", "-n", "2", "--", "python", "-c", RENDEZVOUS), 0, f"{ranks}\n"),
         (("cuq1-launch", "-n", "2", "--", "python", "-c", "raise SystemExit(7)"), 7, ""),
+        (("python", "-c", "from cupy.cuda import nccl; print(nccl.available)"), 0, "True\n"),
         (("python", "-c", KERNELS, str(context / "tools" / "build_ptx.py"), *shares), 0, None),
     ]
     found = []
