@@ -179,9 +179,8 @@ def _generate(options: argparse.Namespace, part: Part | None) -> int:
     started = time.perf_counter()
     model = _model(options)
     config, draft_config = load_config(model)
-    for split in (config, None if draft_config is None else draft_config.layer):
-        if split is not None:
-            RankShare(split, options.tp)
+    if draft_config is not None:
+        RankShare(draft_config.layer, options.tp)
     params = _params(options, DecodeParams(**vars(load_sampling_defaults(model, config))))
     check_draft(params.draft, 0 if draft_config is None else draft_config.num_draft_slots)
     tokenizer = Tokenizer.load(model, config.vocab_size)
@@ -237,6 +236,8 @@ def _ranks(options: argparse.Namespace, part: Part | None) -> tuple[int, str]:
     tp = world if options.tp is None else options.tp
     if tp < 1:
         raise RequestError(f"--tp must be at least 1, not {tp}")
+    if tp > 1:
+        RankShare(load_config(_model(options))[0], tp)  # refuses a number that does not divide the model
     if options.device == "cpu" or tp == world == 1:
         return tp, options.device
     if part is not None and tp != world:
@@ -248,7 +249,6 @@ def _launch(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """This program once more, as a rank for each GPU; what their launcher can refuse, it does."""
     from cuq1.parallel.launch import Launch  # noqa: PLC0415  (few need it)
 
-    RankShare(load_config(_model(options))[0], options.tp)
     return Launch([sys.executable, "-m", "cuq1.generate", *argv], options.tp, program="cuq1.generate").run()
 
 

@@ -24,7 +24,7 @@ from cuq1.sampling.depth import DepthRule
 PEER_TIMEOUT = 4.0
 # What it waited for, by its name; what else polls has nothing of peers.
 PUSHED = {
-    "qkv": "entry of the draft",
+    "qkv": "draft's entry",
     "attn_tail": "attention output",
     "mlp_tail": "experts' output",
     "accept": "candidates",
