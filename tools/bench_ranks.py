@@ -17,6 +17,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ def _measure(args: argparse.Namespace, meeting: Rendezvous) -> None:
             distinct = within_reach(args.experts, rows, d.experts, d.top_k)
             bench.place(context, rows, args.drafts, distinct)
             models = {"alone": bench.model, "exchanging": bench.exchanging}
+            if args.unfolded:
+                models["unfolded"] = replace(bench.exchanging, folded=False)
             plans = {name: bench.plan(one, rows, args.drafts, context, distinct) for name, one in models.items()}
             found = _round(bench, plans, rows, args.repeats, meeting)
             found |= {"rank": rank, "bytes": plans["alone"].read_bytes(), "ceiling_gbps": bench.ceiling}
@@ -86,17 +90,17 @@ def _round(bench: Bench, plans: dict[str, Plan], rows: int, repeats: int, meetin
         one.launch(bench.stream)
         graph.synchronize(bench.stream)
         bench.check_faults()
-        results[name] = _digest(bench, rows)
+        results[name] = digest(bench, rows)
     times = alternating_us(ready, bench.stream, BLOCKS, repeats, lambda: meeting.barrier("a block of replays"))
     bench.check_faults()
-    if _digest(bench, rows) != results["exchanging"]:
+    if digest(bench, rows) != results[list(ready)[-1]]:
         raise Cuq1Error("a repeated round has other results than the first one")
     for one in ready.values():
         one.close()
     parts = {}
     for name, plan in plans.items():
         rounds = traced(bench, plan, lambda: meeting.barrier("a traced round"))
-        parts[name] = {label: vars(step) for label, step in steps(rounds).items()}
+        parts[name] = {label: [round(x, 2) for x in vars(step).values()] for label, step in steps(rounds).items()}
     return {
         "results": results,
         "us": {name: spread_of(values)._asdict() for name, values in times.items()},
@@ -104,7 +108,7 @@ def _round(bench: Bench, plans: dict[str, Plan], rows: int, repeats: int, meetin
     }
 
 
-def _digest(bench: Bench, rows: int) -> str:
+def digest(bench: Bench, rows: int) -> str:
     """Of a round's hidden states, the draft's, tokens and drafts. Raises Cuq1Error for what is not finite."""
     driver, hidden = bindings(), bench.model.dims.hidden
     found = hashlib.sha256()
@@ -149,9 +153,12 @@ def traced(bench: Bench, plan: Plan, before: Callable[[], object] = bool) -> lis
 
 def _check(every: Sequence[dict[str, Any]]) -> None:
     """Raises Cuq1Error unless the ranks have the same results where they exchange, and others alone."""
-    together = {one["results"]["exchanging"] for one in every}
-    if len(together) > 1:
-        raise Cuq1Error(f"ranks {[one['rank'] for one in every]} exchange and have {len(together)} different results")
+    together: set[str] = set()
+    for kind in every[0]["results"].keys() - {"alone"}:
+        found = {one["results"][kind] for one in every}
+        if len(found) > 1:
+            raise Cuq1Error(f"ranks {[one['rank'] for one in every]} exchange and have {len(found)} different results")
+        together |= found
     alone = {one["results"]["alone"] for one in every}
     if len(alone) < len(every) or together & alone:
         raise Cuq1Error("ranks have the same results alone as well: this check would not find a lost exchange")
@@ -185,15 +192,14 @@ def _report(
     sizes = f"{args.config}, tp {args.tp}, {rows} rows, {args.drafts} drafts, context {context}, {distinct:g} experts"
     print(f"{sizes}, {len(every)} x {name}")
     for one in every:
-        alone, together = one["us"]["alone"], one["us"]["exchanging"]
-        print(
-            f"rank {one['rank']}: alone {alone['median']:.1f} us ({alone['low']:.1f} to {alone['high']:.1f}), "
-            f"exchanging {together['median']:.1f} ({together['low']:.1f} to {together['high']:.1f}), "
-            f"{together['median'] - alone['median']:+.1f}; floor {one['bytes'] / one['ceiling_gbps'] / 1e3:.1f}"
-        )
-        found = {kind: {label: Step(**step) for label, step in one["steps"][kind].items()} for kind in one["steps"]}
-        table = differences(found["alone"], found["exchanging"])
-        print_differences(table, ("alone", "exchanging"))
+        floor = one["bytes"] / one["ceiling_gbps"] / 1e3
+        print(f"rank {one['rank']}, us (10th to 90th percentile), of which bytes alone take {floor:.1f}:")
+        for kind, us in one["us"].items():
+            more = us["median"] - one["us"]["alone"]["median"]
+            print(f"  {kind:10} {us['median']:8.1f} ({us['low']:.1f} to {us['high']:.1f}) {more:+.1f}")
+        found = {kind: {label: Step(*step) for label, step in one["steps"][kind].items()} for kind in one["steps"]}
+        for kinds in pairwise(found):
+            print_differences(differences(*(found[kind] for kind in kinds)), kinds)
     print("results: the same bits on all ranks, finite; alone, each rank has others", flush=True)
     if args.no_log:
         return

@@ -292,6 +292,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=ranks_of, help="ranks that exchange, a GPU each, as 0,1 (tools/bench_ranks.py)")
+    parser.add_argument("--unfolded", action="store_true", help="with --ranks: also with routing that is not folded")
     parser.add_argument("--rows", type=span, default=[8], help="rows to verify: 8, 4..8 or 4,6,8")
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--context", type=contexts, default=[1024], help="positions cached: 1024, a list, or sweep")
@@ -316,6 +317,8 @@ def _run(argv: list[str] | None) -> int:
         from tools import bench_ranks  # noqa: PLC0415  (which imports this module)
 
         return bench_ranks.run(args, sys.argv[1:] if argv is None else argv)
+    if args.unfolded:
+        raise RequestError("--unfolded goes with --ranks: a rank alone is what tools/check_routing.py --time compares")
     folder = Path(args.config) if Path(args.config).is_dir() else ASSETS / args.config
     capacity = max(args.capacity or 0, *args.context)
     bench = Bench(folder, args.tp, args.rank, capacity, args.seed, fp8_activations=args.fp8_activations)

@@ -2,7 +2,8 @@
 
     python -m tools.check_ranks [score greedy seeded repeat] [--tp 2] [--log] ...
 
-Starts its ranks itself, and does each check with both loops, whose sequences must be equal. score: logits of prompts by
+Starts its ranks itself. Each check is done with the device's loop, and then the host's loop must give the same
+sequences. score: logits of prompts by
 the prefill kernels, relative error. greedy: sequences against the choices of one GPU after the same tokens; where they
 differ, the gap between the two candidates there is held against the error of that very row, and every such place is
 listed. seeded: sampled sequences against those of one GPU with the same seeds; a draw goes another way where rounding
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,8 @@ from tools.bench import NANO, append_row, at_least_one, nano
 
 F32 = NDArray[np.float32]
 Report = dict[str, Any]
+Request = tuple[list[int], DecodeParams]
+Sequences = list[list[int]]
 LOOPS = ("device", "host")
 
 
@@ -63,15 +66,17 @@ def check_score(one: CudaEngine, several: Leader, options: argparse.Namespace) -
     return {"largest_relative_error": max(errors), "unequal": unequal, "failed": failed}
 
 
-def check_greedy(one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
+def greedy_requests(options: argparse.Namespace) -> Iterator[Request]:
+    """Prompts of mixed kinds, and what is asked for."""
+    for ids in nano()[2](options.prompts, 11):
+        yield ids, DecodeParams(temperature=0, max_tokens=options.tokens)
+
+
+def check_greedy(one: CudaEngine, several: Leader, options: argparse.Namespace, sequences: Sequences) -> Report:
     """Every choice against one GPU's."""
-    params = DecodeParams(temperature=0, max_tokens=options.tokens)
     places: list[Report] = []
     tokens = failed = 0
-    sequences = []
-    for number, ids in enumerate(nano()[2](options.prompts, 11)):
-        whole = sequence(several, ids, params)
-        sequences.append(whole)
+    for number, ((ids, _), whole) in enumerate(zip(greedy_requests(options), sequences, strict=True)):
         tokens += len(whole) - len(ids)
         expected, ours = deciding_rows(one, ids, whole), deciding_rows(several, ids, whole)
         for at, (row, again) in enumerate(zip(expected, ours, strict=True)):
@@ -88,18 +93,21 @@ def check_greedy(one: CudaEngine, several: Leader, options: argparse.Namespace) 
             }
             failed += place["gap"] > 2 * place["error"]
             places.append(place)
-    return {"tokens": tokens, "places": places, "sequences": sequences, "failed": failed}
+    return {"tokens": tokens, "places": places, "failed": failed}
 
 
-def check_seeded(one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
-    """Sampled sequences up to where they part, and how often they may."""
-    parted: list[Report] = []
-    sequences = []
-    expected, unnoticed = 0.0, 0
+def seeded_requests(options: argparse.Namespace) -> Iterator[Request]:
+    """The same, sampled."""
     for number, ids in enumerate(nano()[2](options.prompts, 17)):
-        params = DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=number, max_tokens=options.tokens)
-        theirs, ours = sequence(one, ids, params), sequence(several, ids, params)
-        sequences.append(ours)
+        yield ids, DecodeParams(temperature=1.0, top_k=20, top_p=0.95, seed=number, max_tokens=options.tokens)
+
+
+def check_seeded(one: CudaEngine, several: Leader, options: argparse.Namespace, sequences: Sequences) -> Report:
+    """Sequences up to where they part from one GPU's, and how often they may."""
+    parted: list[Report] = []
+    expected, unnoticed = 0.0, 0
+    for number, ((ids, params), ours) in enumerate(zip(seeded_requests(options), sequences, strict=True)):
+        theirs = sequence(one, ids, params)
         length = min(len(theirs), len(ours))
         end = next((i for i in range(length) if theirs[i] != ours[i]), length - 1)
         rows = [deciding_rows(engine, ids, theirs[: end + 1]) for engine in (one, several)]
@@ -112,7 +120,7 @@ def check_seeded(one: CudaEngine, several: Leader, options: argparse.Namespace) 
     # Up to two numbers decide about each draft, and each may fall where the two distributions differ.
     allowed = 3 * expected + 3 * (3 * expected) ** 0.5 + 1
     failed = int(len(parted) > allowed) + unnoticed
-    return {"parted": parted, "expected": expected, "allowed": allowed, "sequences": sequences, "failed": failed}
+    return {"parted": parted, "expected": expected, "allowed": allowed, "failed": failed}
 
 
 def distance(one: F32, other: F32, params: DecodeParams) -> float:
@@ -124,30 +132,27 @@ def distance(one: F32, other: F32, params: DecodeParams) -> float:
     return float(np.abs(found[0] - found[1]).sum() / 2)
 
 
-def check_repeat(_one: CudaEngine, several: Leader, options: argparse.Namespace) -> Report:
-    """Mixed requests, twice."""
-    prompts = nano()[2](options.prompts, 23)
-    runs: list[list[list[int]]] = [[], []]
-    for run in runs:
-        for number, ids in enumerate(prompts):
-            params = DecodeParams(
-                temperature=number % 3 / 2,
-                top_k=0 if number == 7 else 20,
-                top_p=0.95,
-                seed=number,
-                draft=("auto", 7, 3, "off", 1)[number % 5],
-                max_tokens=options.tokens,
-            )
-            run.append(sequence(several, ids, params))
-    differing = [number for number in range(len(prompts)) if runs[0][number] != runs[1][number]]
-    return {"sequences": runs[0], "differing": differing, "failed": len(differing)}
+def mixed_requests(options: argparse.Namespace) -> Iterator[Request]:
+    """Of every kind, the host's sampling among them."""
+    for number, ids in enumerate(nano()[2](options.prompts, 23)):
+        draft: Any = ("auto", 7, 3, "off", 1)[number % 5]
+        asked = DecodeParams(temperature=number % 3 / 2, top_k=0 if number == 7 else 20, top_p=0.95, draft=draft)
+        yield ids, replace(asked, seed=number, max_tokens=options.tokens)
 
 
-CHECKS: dict[str, Callable[[CudaEngine, Leader, argparse.Namespace], Report]] = {
-    "score": check_score,
-    "greedy": check_greedy,
-    "seeded": check_seeded,
-    "repeat": check_repeat,
+def check_repeat(_: CudaEngine, several: Leader, options: argparse.Namespace, sequences: Sequences) -> Report:
+    """The same requests again."""
+    again = [sequence(several, ids, params) for ids, params in mixed_requests(options)]
+    differing = [number for number, pair in enumerate(zip(again, sequences, strict=True)) if pair[0] != pair[1]]
+    return {"differing": differing, "failed": len(differing)}
+
+
+Check = Callable[[CudaEngine, Leader, argparse.Namespace, Sequences], Report]
+CHECKS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Request]], Check]] = {
+    "score": (lambda options: iter(()), lambda one, several, options, _: check_score(one, several, options)),
+    "greedy": (greedy_requests, check_greedy),
+    "seeded": (seeded_requests, check_seeded),
+    "repeat": (mixed_requests, check_repeat),
 }
 
 
@@ -188,23 +193,23 @@ def _run(options: argparse.Namespace, part: Part) -> int:
         return 0
     part.begin()
     failed = 0
-    sequences: dict[str, Any] = {}
+    known: dict[str, Sequences] = {}
     with CudaEngine(NANO, loop="host", activations=options.activations) as one:
         for loop in options.loops:
             with Leader(_open(options, loop, part), part.meeting) as several:
                 for name in options.checks:
                     start = time.perf_counter()
-                    found = CHECKS[name](one, several, options)
-                    apart = int(sequences.setdefault(name, found.get("sequences")) != found.pop("sequences", None))
-                    found["failed"] += apart
+                    requests, check = CHECKS[name]
+                    sequences = [sequence(several, ids, params) for ids, params in requests(options)]
+                    if name in known:
+                        apart = sum(a != b for a, b in zip(known[name], sequences, strict=True))
+                        found: Report = {"other_than_the_device": apart, "failed": apart}
+                    else:
+                        known[name] = sequences
+                        found = check(one, several, options, sequences)
                     about = {"check": name, "tp": options.tp, "loop": loop, "activations": options.activations}
-                    report = {
-                        **about,
-                        "prompts": options.prompts,
-                        **found,
-                        "loops_apart": apart,
-                        "check_seconds": round(time.perf_counter() - start, 1),
-                    }
+                    seconds = round(time.perf_counter() - start, 1)
+                    report = {**about, "prompts": options.prompts, **found, "check_seconds": seconds}
                     print(json.dumps(report), flush=True)
                     failed += report["failed"]
                     if options.log:

@@ -33,7 +33,7 @@ def check_router(gpu, rng, dims, rows, live=None, patch=None):
     kernel = routing.router(dims)
     weights = rng.standard_normal((dims.experts, dims.hidden), np.float32)
     x = rng.standard_normal((ROWS, dims.hidden), np.float32)
-    x[count:] = np.nan  # dead rows must not reach live ones
+    x[count:] = 1e30  # dead rows must not reach live ones
     arrays = {"normed32": gpu.array(x), "router": gpu.array(weights)}
     logits = gpu.poison((kernel.grid[1], ROWS, dims.experts), np.float32)
     limit = gpu.array(np.array([count], np.int32))

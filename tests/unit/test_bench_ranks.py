@@ -25,6 +25,7 @@ def test_ranks_on_the_command_line():
         (["--tp", "8", "--ranks", "0,8"], "--ranks 0,8: with --tp 8 they go to 7"),
         (["--ranks", "0,1", "--kernels"], "without their peers"),
         (["--ranks", "0,1", "--marginal"], "without their peers"),
+        (["--unfolded"], "--unfolded goes with --ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv, message, capsys):
@@ -57,6 +58,11 @@ def test_ranks_have_to_agree_where_they_exchange_and_there_only():
     _check(results(("a", "x"), ("b", "x")))
     with pytest.raises(Cuq1Error, match="2 different results"):
         _check(results(("a", "x"), ("b", "y")))
+    unfolded = results(("a", "x"), ("b", "x"))
+    for one, other in zip(unfolded, "yz", strict=True):
+        one["results"]["unfolded"] = other
+    with pytest.raises(Cuq1Error, match="2 different results"):
+        _check(unfolded)
     for lost in ((("a", "x"), ("a", "x")), (("x", "x"), ("b", "x"))):
         with pytest.raises(Cuq1Error, match="would not find"):
             _check(results(*lost))
