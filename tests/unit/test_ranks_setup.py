@@ -208,3 +208,32 @@ def test_an_engine_of_several_ranks_needs_them(monkeypatch):
         open_engine(NANO, "cuda", 2)
     with pytest.raises(RequestError, match="tp 2 does not go with a run of 3 ranks"):
         open_engine(NANO, "cuda", 2, meeting=SimpleNamespace(world=3))
+
+
+def test_a_fault_that_another_rank_has_is_told_by_that_rank():
+    """A chain ends for it on all ranks: those without a fault of their own wait for the one that has it."""
+
+    def act(meeting):
+        own = ranks.Ranks(meeting)
+        engine = SimpleNamespace(_runtime=SimpleNamespace(ranks=own))
+        CudaEngine._check_end(engine, abi.Record(reason=abi.END_CANCELLED))
+        try:
+            if meeting.rank == 1 and fails:
+                raise DeviceError("routing that did not come ended gate_up of layer 7")
+            CudaEngine._check_end(engine, abi.Record(reason=abi.END_FAULT))
+        except DeviceError as error:
+            meeting.fail(str(error))
+            return str(error)
+
+    fails = True
+    with serving(3) as served:
+        results = together(served, 3, act)
+    assert [str(results[rank]) for rank in (0, 2)] == [f"rank 1 failed: {results[1]}"] * 2
+    fails = False  # the control: if all wait, none has it
+    with serving(2) as served:
+        assert all("no rank has reported" in str(result) for result in together(served, 2, act))
+
+
+def test_more_ranks_than_can_exchange():
+    with pytest.raises(DeviceError, match="tp 16 is more than the 8 GPUs"):
+        ranks.Ranks(SimpleNamespace(rank=0, world=16))
