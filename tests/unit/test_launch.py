@@ -219,6 +219,20 @@ def test_a_rank_with_another_secret(tmp_path):
     assert "do not share a secret" in err
 
 
+def test_ranks_that_disagree_end_the_run_with_the_difference():
+    script = (
+        "import os; from cuq1.parallel import Rendezvous\n"
+        "with Rendezvous() as meeting: meeting.agree('setup', {'config': 'same', 'plan': f'p{meeting.rank // 2}'})"
+    )
+    status, _, err = run("-n", 3, "--", sys.executable, "-c", script)
+    said = sentence(err)
+    assert (status, said[:5], said[6:14]) == (1, "rank ", " failed:")  # whichever is first
+    assert (
+        said[15:]
+        == "ranks disagree on 'plan' at 'setup': 'p0' on ranks 0 and 1, 'p1' on rank 2; start all of them alike"
+    )
+
+
 def test_what_a_rank_leaves_behind_is_killed(tmp_path):
     with launched("-n", 1, "--", *DUMMY, tmp_path, "child", 0) as process:
         assert process.wait(60) == 0
