@@ -1,8 +1,8 @@
 """A small model of ranks that push into each other's inboxes (kernels_cu/common/exchange.cuh), walked in all orders.
 
 Modelled: each rank's operations, a partial order of them; every rank's words, NOT_READY or with a value; what is
-pushed, under way to each rank by itself and arriving in any order, its own rank's not excepted, beside anything that any
-rank does. A rank clears (makes NOT_READY) its own words.
+pushed, under way to each rank by itself and arriving in any order, its own rank's not excepted, beside anything that
+any rank does. A rank clears (makes NOT_READY) its own words.
 
 An operation waits for others of its rank: those of launches that have ended before it can happen. Two that do not wait
 for each other happen in either order, as those of launches that overlap do.

@@ -1,5 +1,6 @@
-"""The exchange's order, walked in all interleavings of a model (tests/unit/exchange_model.py): programs written for it, and
-those of real plans.
+"""The exchange's order, walked in all interleavings of a model (tests/unit/exchange_model.py).
+
+The ranks' programs are written for it, or those of real plans.
 
 Each control is one rule broken, and an order has to be found in which that goes wrong.
 """
@@ -229,7 +230,7 @@ def test_a_skipped_depth_that_clears_goes_wrong(monkeypatch):
 
 @pytest.mark.parametrize("graphs", [(LOGITS, TARGET), (ROUND, FIRST)], ids=["logits", "requests"])
 def test_hosts_that_do_not_meet(graphs):
-    with pytest.raises(Wrong, match="arrives before|reads what is not of its exchange"):
+    with pytest.raises(Wrong, match=r"arrives before|reads what is not of its exchange"):
         walked(*graphs)
 
 
