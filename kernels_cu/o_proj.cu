@@ -19,6 +19,7 @@
 #include "common/flagged.cuh"
 #include "common/pdl.cuh"
 #include "common/projection.cuh"
+#include "common/reduce.cuh"
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
@@ -72,26 +73,6 @@ __device__ __forceinline__ void give(const Peers& peers, float& out, float x) {
 __device__ __forceinline__ int rows_of(const OProjArgs& a) {
     const int live = load_l2_int(a.live != nullptr ? a.live : reinterpret_cast<const int*>(a.attended32));
     return a.live != nullptr ? min_int(a.rows, live) : a.rows;
-}
-
-// Sums over the warp of all x at once: lane l gets that of x[l / (WARP / N)].
-template <int N, int OFFSET = WARP / 2>
-__device__ __forceinline__ float warp_sums(const float (&x)[N]) {
-    if constexpr (N == 1) {
-        float sum = x[0];
-#pragma unroll
-        for (int offset = OFFSET; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        return sum;
-    } else {
-        const bool upper = (threadIdx.x & OFFSET) != 0;
-        float half[N / 2];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
-            const float given = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
-            half[i] = kept + __shfl_xor_sync(0xffffffffu, given, OFFSET);
-        }
-        return warp_sums<N / 2, OFFSET / 2>(half);
-    }
 }
 
 __device__ __forceinline__ void project(const OProjArgs& a, TileShared& shared, int block) {

@@ -31,23 +31,6 @@ __device__ __forceinline__ float2 load_pair(const float* address) {
     return __ldcg(reinterpret_cast<const float2*>(address));  // past L1, which may hold what an older launch read
 }
 
-// Sums over the warp of all x at once: lane l gets that of x[l].
-template <int N>
-__device__ __forceinline__ float sum_of_lane(const float (&x)[N]) {
-    if constexpr (N == 1) {
-        return x[0];
-    } else {
-        const bool upper = (threadIdx.x & (N / 2)) != 0;
-        float half[N / 2];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
-            const float given = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
-            half[i] = kept + __shfl_xor_sync(0xffffffffu, given, N / 2);
-        }
-        return sum_of_lane<N / 2>(half);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) router(const __grid_constant__ RouterArgs a) {
     __shared__ __align__(128) float weights[ROUTER_EXPERTS][SPLIT_K];
     __shared__ float logits[K_PARTS][ROWS][ROUTER_EXPERTS];
@@ -103,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) router(const __grid_con
             sums[token * ROUTER_EXPERTS + expert] = sum;
         }
     }
-    logits[warp % K_PARTS][first_token + lane / ROUTER_EXPERTS][lane % ROUTER_EXPERTS] = sum_of_lane(sums);
+    logits[warp % K_PARTS][first_token + lane / ROUTER_EXPERTS][lane % ROUTER_EXPERTS] = warp_sums(sums);
     __syncthreads();  // all parts of the columns are there
     const int token = threadIdx.x / ROUTER_EXPERTS, expert = threadIdx.x % ROUTER_EXPERTS;
     if (token < live) {

@@ -13,8 +13,16 @@ from cuq1.cuda.launch import launch
 from cuq1.cuda.memory import MappedFault
 from cuq1.cuda.module import build
 from cuq1.errors import DeviceError
+from tests.paths import ROOT
 
 POISON = 0x7F  # a byte of an integer that no kernel has written
+
+
+def in_header(name, old, new):
+    """A patch of a header, in the place where a kernel's source includes it: for Gpu.run."""
+    text = (ROOT / "kernels_cu" / name).read_text()
+    assert text.count(old) == 1
+    return f'#include "{name}"', text.replace("#pragma once", "").replace(old, new)
 
 
 class Gpu:

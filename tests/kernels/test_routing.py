@@ -8,6 +8,7 @@ from cuq1.cuda.kernels import routing
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import ROWS
 from tests.kernels import shapes
+from tests.kernels.harness import in_header
 from tests.kernels.twins import rows as twin
 
 DIMS = {**shapes.DIMS, "narrow": shapes.NARROW}
@@ -105,6 +106,9 @@ def test_route(gpu, rng, name):
     check_route(gpu, rng, dims, 8, live=0)
     forced = np.stack([rng.permutation(dims.experts)[: dims.top_k] for _ in range(ROWS)]).astype(np.int32)
     check_route(gpu, rng, dims, 8, forced=forced)
+    for patch in (("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key"), ("(x + 0.0f)", "(x)")):
+        with pytest.raises(AssertionError, match="expert_ids"):
+            check_route(gpu, rng, dims, 8, ties=True, patch=in_header("common/choice.cuh", *patch))
     for patch, match, how in (
         (('"r"(id + 1)', '"r"(id)'), "routed", {}),
         (("split < ROUTER_SPLITS; ++split) logit", "split < 1; ++split) logit"), "expert_ids", {"splits": True}),

@@ -10,10 +10,10 @@ from cuq1.cuda.kernels import rows as family
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import ROWS
 from cuq1.reference.ops import route
+from tests.kernels.harness import in_header
 from tests.kernels.shapes import DIMS, RELEASED
 from tests.kernels.told import TELL, run_chain, tell
 from tests.kernels.twins import rows as twin
-from tests.paths import ROOT
 
 EXACT = 3e-6  # what FP32 sums and norms may differ by
 HALF = 4e-4  # and halves, half a step of 2^-11 at most
@@ -45,10 +45,7 @@ def assert_untouched(out, live, name):
 
 
 def in_sublayer(old, new):
-    """A patch of common/sublayer.cuh, in the place where tails.cu includes it."""
-    text = (ROOT / "kernels_cu" / "common" / "sublayer.cuh").read_text()
-    assert text.count(old) == 1
-    return '#include "common/sublayer.cuh"', text.replace("#pragma once", "").replace(old, new)
+    return in_header("common/sublayer.cuh", old, new)
 
 
 def norm_weights(rng, count):
@@ -302,12 +299,12 @@ def test_ties_go_to_the_lower_index(gpu, rng, name, flood):
     dims = DIMS[name]
     x = tied(rng, dims, flood=flood)
     check_attn_tail(gpu, dims, x, ROWS)
-    patch = ("< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key")
+    patch = in_header("common/choice.cuh", "< index / 4 ? key - 1 : key", "> index / 4 ? key - 1 : key")
     with pytest.raises(AssertionError, match="expert_ids"):
         check_attn_tail(gpu, dims, x, ROWS, patch=patch)
     if flood:
         with pytest.raises(AssertionError, match="expert_ids"):
-            check_attn_tail(gpu, dims, x, ROWS, patch=("__float_as_uint(x + 0.0f)", "__float_as_uint(x)"))
+            check_attn_tail(gpu, dims, x, ROWS, patch=in_header("common/choice.cuh", "(x + 0.0f)", "(x)"))
 
 
 @pytest.mark.gpu
