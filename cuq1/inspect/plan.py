@@ -117,8 +117,9 @@ def render_plan(found: dict[str, Any]) -> str:
         f"buffers take {size_text(found['buffer_bytes'])}"
     )
     if found["tp"] > 1:
+        peers = "a peer" if found["tp"] == 2 else f"{found['tp'] - 1} peers"
         totals += (
-            f"\nthey push {size_text(found['pushed_bytes'])} to {found['tp'] - 1} peers: {found['link_us']:.1f} us at "
+            f"\nthey push {size_text(found['pushed_bytes'])} to {peers}: {found['link_us']:.1f} us at "
             f"{found['link_bandwidth'] / 1e9:g} GB/s"
         )
     return f"{title}\n\n{aligned([head, *table], right=right)}\n\n{totals}"

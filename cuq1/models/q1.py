@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head, prefill
+from cuq1.errors import ConfigError
 from cuq1.models.inbox import Inbox
 from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
 from cuq1.plan.types import Buffer, Ref
@@ -166,8 +167,13 @@ def resolve(
     """The model of one rank; capacity defaults to the whole context.
 
     ranks: how many exchange their results, of which this is number `place`; with 1 the others' are taken as zero.
-    folded: as in Model.
+    folded: as in Model. Raises ConfigError for more ranks than kernels exchange among, ValueError for a place that is
+    not one of theirs.
     """
+    if ranks > abi.MAX_RANKS:
+        raise ConfigError(f"{ranks} ranks are more than exchange their results: choose at most {abi.MAX_RANKS}")
+    if not 0 <= place < ranks <= tp:
+        raise ValueError(f"place {place} is none of {ranks} ranks' of {tp}")
     positions = (config.max_position_embeddings if capacity is None else capacity) + SLACK
     slots = -(-positions // KV_TILE) * KV_TILE
 

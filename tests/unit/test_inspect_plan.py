@@ -100,6 +100,7 @@ def test_fewer_rows_cost_fewer_experts(capsys):
         (["--rows", 3], "--rank, --rows, --distinct and --link choose what --plan prints"),
         (["--link", "1GB/s"], "--rank, --rows, --distinct and --link choose what --plan prints"),
         (["--plan", "--link", "0"], "'0' is not a bandwidth"),
+        (["--plan", "--tp", 16], "16 ranks are more than exchange their results: choose at most 8"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(capsys, arguments, message):

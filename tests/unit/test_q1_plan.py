@@ -136,3 +136,10 @@ def test_an_inbox_holds_three_buffers_of_every_piece(configs):
     assert inbox.own("o", 0).offset - inbox.whole("o", 0).offset == 5 * 8 * 3072 * 4
     assert inbox.own("ids", 2).offset - inbox.whole("ids", 2).offset == 5 * 32 * 4
     assert inbox.own("status", 0).offset - inbox.whole("status", 0).offset == 5 * 16
+
+
+@pytest.mark.parametrize(("ranks", "place"), [(2, 2), (2, -1), (0, 0), (4, 0)])
+def test_a_place_is_one_of_those_that_exchange(ranks, place):
+    config, draft = load_config(NANO)
+    with pytest.raises(ValueError, match=f"place {place} is none of {ranks} ranks' of 2"):
+        q1.resolve(config, draft, weights_plan(config, draft, 2, 0), tp=2, ranks=ranks, place=place)
