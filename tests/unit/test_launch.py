@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -291,6 +292,18 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, broken, below_a_shel
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert bool(left) == expected
+
+
+def test_shared_memory_goes_with_a_launcher_that_is_killed(tmp_path):
+    path = Path(f"/dev/shm/nccl-{secrets.token_hex(6)}")
+    script = f"from pathlib import Path; import time; Path({str(path)!r}).touch(); time.sleep(600)"
+    try:
+        with launched("-n", 1, "--", sys.executable, "-c", script) as process:
+            until(path.exists)
+            process.kill()
+            until(lambda: not path.exists(), SHOWN)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_a_rank_notices_by_its_connection_that_the_launcher_is_killed(tmp_path):
