@@ -183,7 +183,7 @@ class Attention:
 class Mlp:
     """Each rank's down with products of its own, and its MLP tail."""
 
-    def __init__(self, gpu, name, rng, count, live=None, *, sandwich=False):
+    def __init__(self, gpu, name, rng, count, live=None, *, sandwich=False, dense=0):
         self.gpu, self.dims = gpu, EXCHANGED[name]
         self.e, _ = fresh_experts(gpu, "nano2" if name.startswith("nano") else "released")
         self.ranks, self.live = Ranks(gpu, self.dims), count if live is None else live
@@ -194,7 +194,7 @@ class Mlp:
         self.norms = [norm_weights(rng, self.dims.hidden) for _ in range(2)]
         self.held = [gpu.array(x) for x in (ids, routing, inner, self.h, *self.norms, np.array([self.live], np.int32))]
         self.limit = 0 if live is None else self.held[6].data.ptr
-        self.count, self.sandwich = count, sandwich
+        self.count, self.sandwich, self.dense = count, sandwich, dense
         # What the attention tails have read, and what lies around it.
         self.ranks.memory[:] = 0x3F800000
         self.ranks.put("y", TURN, np.full(self.ranks.parts("y", TURN).shape[1:], NOT_READY, np.uint32))
@@ -204,7 +204,9 @@ class Mlp:
         args = DownArgs(fault=self.gpu.fault.address, live=self.limit, layer=3, rows=self.count, out=out)
         args.inner = inner[place].data.ptr
         args.weights, args.scales = self.e.down_weights.data.ptr, self.e.down_scales.data.ptr
-        args.expert_ids, args.expert_weights = ids.data.ptr, routing.data.ptr
+        args.dense_groups = self.dense
+        if not self.dense:
+            args.expert_ids, args.expert_weights = ids.data.ptr, routing.data.ptr
         if ranks > 1:
             args.peers = self.ranks.peers(place)
             args.unready = self.ranks.whole(place, "o", TURN)
@@ -291,6 +293,8 @@ def test_down_to_mlp_tail(gpu, rng, name):
     for count, live, sandwich in ((1, None, True), (2, None, False), (5, None, False), (8, None, True), (8, 3, False)):
         Mlp(gpu, name, rng, count, live, sandwich=sandwich).go()
     Mlp(gpu, name, rng, 8, 0).go()
+    if name.startswith("nano"):  # all experts have weights
+        Mlp(gpu, name, rng, 8, 5, dense=4).go()
     for count, live, sandwich in ((8, None, False), (5, 2, True)):
         Mlp(gpu, name, rng, count, live, sandwich=sandwich).go(late=True)
 
