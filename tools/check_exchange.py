@@ -196,7 +196,9 @@ def never(rank: Rank) -> Found:
 
 
 def late(rank: Rank) -> Found:
-    return noticed(rank, rank.setting(3000, rank.two, behind=2, pause=8000, timeout_ms=SHORT_MS))
+    """One exchange later, or two where a single process's launches keep places in step."""
+    behind = 2 if rank.meeting.world > 1 else INBOXES
+    return noticed(rank, rank.setting(3000, rank.two, behind=behind, pause=8000, timeout_ms=SHORT_MS))
 
 
 def order(rank: Rank) -> Found:
