@@ -325,6 +325,7 @@ __device__ __forceinline__ void both_warps() { asm volatile("bar.sync 1, 64;" ::
 
 extern "C" __global__ void __launch_bounds__((ROW_WARPS + 1) * WARP)
     draft_sample(const __grid_constant__ DraftSampleArgs a) {
+    pdl_trigger();  // at once: control's prologue is longer than this kernel, and reads what is older than top_k
     __shared__ Lists lists;
     __shared__ Key merged_key[WARP];
     __shared__ __align__(16) double scratch[2][WARP];
@@ -347,7 +348,6 @@ extern "C" __global__ void __launch_bounds__((ROW_WARPS + 1) * WARP)
     const int rows = live_before(a.live, a.rows);
 
     pdl_wait();  // the lists
-    pdl_trigger();
     const bool wanted = depth < asked.draft_limit;  // depth 0 is computed also where no draft is
     if (rows <= 0 || (RANKS == 1 && !wanted)) return;
     const int64_t first_list = int64_t(blockIdx.x) * ROWS * a.pieces * MAX_TOP_K;
