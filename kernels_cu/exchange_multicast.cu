@@ -23,8 +23,8 @@
 //
 // Readers and norm work are apart. READERS groups of threads, as many as hold columns, look at the same vectors; the
 // first group's first look leaves at the kernel's entry, before the predecessor has ended, while the others stage
-// norms and h. The groups look STAGGER cycles apart: less of a trip to the switch is lost where a look comes just before
-// the last partial. The first whole result claims its vector (`taken`), and the thread with its columns goes on
+// norms and h. The groups look STAGGER cycles apart: less of a trip to the switch is lost where a look comes just
+// before the last partial. The first whole result claims its vector (`taken`), and the thread with its columns goes on
 // from shared memory.
 //
 // Re-arming. Exchange i uses buffer i % 3, and a rank's steps are send(i), tail(i), send(i + 1), tail(i + 1) and so on.
@@ -35,10 +35,11 @@
 //   behind the end of r's tail(i + 1): the words that q sees are NOT_READY or those of i + 3, never those of i.
 //   With two buffers q could look at i + 2 once r's send(i + 1) has stored, when r's tail(i + 1) may not have begun.
 //   tests/unit/test_multicast_order.py walks all interleavings.
-// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are
-// performed at its end. PTX orders accesses to one memory by two addresses behind fence.proxy.alias alone, so both who
-// store end with one, off the path of the data. A late look of a claimed vector finds it taken, whatever it returns,
-// and its block waits for it before it ends.
+// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are performed
+// at its end. That end is also what orders accesses to one memory by two addresses, which within a launch would take
+// fence.proxy.alias: a word's re-arming and the next look at it are launches apart, and a look at a word that is being
+// written needs no order, as it is judged by itself. A late look of a claimed vector finds it taken, whatever it
+// returns, and its block waits for it before it ends.
 //
 // The sum's order and precision are the switch's own: the PTX ISA names neither. Bits can differ from those of the push
 // path, which adds in the order of ranks; ranks have the same ones if the switch gives every reader the same.
@@ -76,9 +77,6 @@ __device__ __forceinline__ int largest_of_ranks(const int* address) {
 // reads]
 
 __device__ __forceinline__ bool has_nan(float4 x) { return x.x != x.x || x.y != x.y || x.z != x.z || x.w != x.w; }
-
-// What this thread stored at its own address comes before what is loaded at the multicast address.
-__device__ __forceinline__ void order_addresses() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // Whether every rank has written the four words.
 __device__ __forceinline__ bool all_written(const float* address) {
@@ -170,7 +168,6 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) multicast_send(
     asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(a.out + at), "f"(ready_float(x.x)),
                  "f"(ready_float(x.y)), "f"(ready_float(x.z)), "f"(ready_float(x.w))
                  : "memory");
-    order_addresses();
 }
 
 extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const __grid_constant__ MulticastTailArgs a) {
@@ -195,7 +192,6 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const 
         const bool claimed = read_vector(a, a.y + at, x, thread, vectors);
         if (!claimed || a.unready == nullptr) return;
         for (int r = row; r < ROWS; r += live) make_unready_4(a.unready + int64_t(r) * HIDDEN + column);
-        order_addresses();
         return;
     }
     vectors.taken[thread] = 0;
