@@ -35,11 +35,11 @@
 //   behind the end of r's tail(i + 1): the words that q sees are NOT_READY or those of i + 3, never those of i.
 //   With two buffers q could look at i + 2 once r's send(i + 1) has stored, when r's tail(i + 1) may not have begun.
 //   tests/unit/test_multicast_order.py walks all interleavings.
-// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are performed
-// at its end. That end is also what orders accesses to one memory by two addresses, which within a launch would take
-// fence.proxy.alias: a word's re-arming and the next look at it are launches apart, and a look at a word that is being
-// written needs no order, as it is judged by itself. A late look of a claimed vector finds it taken, whatever it
-// returns, and its block waits for it before it ends.
+// Each rank's stores, its re-arming and the switch's loads meet in that rank's L2, where a launch's writes are
+// performed at its end. That end is also what orders accesses to one memory by two addresses, which within a launch
+// would take fence.proxy.alias: a word's re-arming and the next look at it are launches apart, and a look at a word
+// that is being written needs no order, as it is judged by itself. A late look of a claimed vector finds it taken,
+// whatever it returns, and its block waits for it before it ends.
 //
 // The sum's order and precision are the switch's own: the PTX ISA names neither. Bits can differ from those of the push
 // path, which adds in the order of ranks; ranks have the same ones if the switch gives every reader the same.
@@ -107,6 +107,10 @@ struct Vectors {
     uint64_t all;  // an arrival a vector
 };
 
+__device__ __forceinline__ bool is_taken(const Vectors& v, int vector) {
+    return *reinterpret_cast<const volatile int*>(&v.taken[vector]) != 0;
+}
+
 // Looks until this vector is whole, or taken by another reader, or given up. x: what the first look returned. Returns
 // whether this reader claimed it. Lanes leave one by one: nothing behind it is done by whole warps.
 __device__ __forceinline__ bool read_vector(const MulticastTailArgs& a, const float* from, float4 x, int vector,
@@ -135,7 +139,7 @@ __device__ __forceinline__ bool read_vector(const MulticastTailArgs& a, const fl
             barrier_arrive(&v.all);  // releases the value to those who wait
             return true;
         }
-        if (*reinterpret_cast<volatile int*>(&v.taken[vector]) != 0) return false;
+        if (is_taken(v, vector)) return false;
         x = sum_of_ranks(from);
     }
 }
@@ -187,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_THREADS) multicast_tail(const 
             const uint32_t begun = uint32_t(clock());
             while (uint32_t(clock()) - begun < STAGGER) {
             }
+            if (is_taken(vectors, thread)) return;
             x = sum_of_ranks(a.y + at);
         }
         const bool claimed = read_vector(a, a.y + at, x, thread, vectors);
