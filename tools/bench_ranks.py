@@ -129,7 +129,8 @@ def digest(bench: Bench, rows: int) -> str:
 
 def traced(bench: Bench, plan: Plan, before: Callable[[], object] = bool) -> list[list[Span]]:
     """The launches of some rounds, each behind another one, which brings ranks in step. before: each of these pairs."""
-    tracer = Tracer(dict.fromkeys(launch.label for launch in plan.launches))
+    labels = dict.fromkeys(launch.label for launch in plan.launches)
+    tracer = Tracer(labels, layers=len(bench.model.layers) + 1)  # the head counts as a layer
     plan = plan.with_defines(tracer.defines)
     program = Program(plan, bench.addresses)
     tracer.attach(plan.kernels())
@@ -183,7 +184,10 @@ def print_differences(table: Sequence[tuple[str, Step, Step, float]], kinds: tup
             for step in (a, b)
         ]
         print(f"  {label:22} {each[0]} {each[1]} {more:+9.1f}")
-    print(f"  {'all':22} {'':65} {sum(more for *_, more in table):+9.1f}")
+    whole = [
+        sum(step.wait + step.work for step in found) for found in ([one[1] for one in table], [one[2] for one in table])
+    ]
+    print(f"  {'all, as traced':22} {whole[0]:21.1f} {'':10} {whole[1]:21.1f} {'':10} {whole[1] - whole[0]:+9.1f}")
 
 
 def _report(

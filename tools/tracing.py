@@ -23,22 +23,29 @@ ENTRY = np.dtype(
     ]
 )
 HEADER = 16
+BLOCKS = 512  # of a launch that has places of its own
 
 
 class Tracer:
-    """Memory for entries, and the constants that make kernels write them. labels: of the launches to trace."""
+    """Memory for entries, and the constants that make kernels write them. labels: of the launches to trace.
 
-    def __init__(self, labels: Iterable[str], room: int = 1 << 20) -> None:
+    layers: how many layers' launches have places of their own, which costs them less time. Then one round is kept, and
+    of what has no place of its own (the draft's launches) as much as there is room for.
+    """
+
+    def __init__(self, labels: Iterable[str], room: int = 1 << 20, layers: int = 0) -> None:
         self.labels = tuple(labels)
-        self.room = room
-        self._arena = Arena({"trace": HEADER + room * ENTRY.itemsize})
+        self.room, self._layers = room, layers
+        self._places = len(self.labels) * layers * BLOCKS
+        self._arena = Arena({"trace": HEADER + (self._places + room) * ENTRY.itemsize})
         self._arena.clear()
         self.clear()
 
     @property
     def defines(self) -> Mapping[str, Defines]:
         """For Plan.with_defines."""
-        return {label: (("TRACE", number),) for number, label in enumerate(self.labels)}
+        own: Defines = (("TRACE_LAYERS", self._layers), ("TRACE_BLOCKS", BLOCKS), ("TRACE_PLACES", f"{self._places}u"))
+        return {label: (("TRACE", number), *own[: 3 * bool(self._layers)]) for number, label in enumerate(self.labels)}
 
     def attach(self, kernels: Iterable[Kernel]) -> None:
         """Points the modules of those kernels that are traced at the memory."""
@@ -52,26 +59,32 @@ class Tracer:
 
     def clear(self) -> None:
         """Forgets all entries."""
+        self.forget(0)
+        check(bindings().cuCtxSynchronize())
         header = np.array([0, self.room, 0, 0], np.uint32)
         copy_in(self._arena["trace"], header)
 
     def forget(self, stream: int) -> None:
         """Enqueues what forgets all entries of what runs before it."""
-        driver = bindings()
-        check(driver.cuMemsetD32Async(driver.CUdeviceptr(self._arena["trace"]), 0, 1, driver.CUstream(stream)))
+        driver, start = bindings(), self._arena["trace"]
+        on = driver.CUstream(stream)
+        check(driver.cuMemsetD32Async(driver.CUdeviceptr(start), 0, 1, on))
+        if self._places:
+            size = self._places * ENTRY.itemsize
+            check(driver.cuMemsetD8Async(driver.CUdeviceptr(start + HEADER), 0, size, on))
 
     def read(self) -> NDArray[np.void]:
-        """The entries (dtype ENTRY), in the order in which blocks ended."""
+        """The entries (dtype ENTRY), in the order in which blocks ended, if none has a place of its own."""
         driver = bindings()
         header = np.empty(4, np.uint32)
         check(driver.cuMemcpyDtoH(header.ctypes.data, driver.CUdeviceptr(self._arena["trace"]), HEADER))
         if header[0] > self.room:
             raise ValueError(f"{header[0]} entries do not fit {self.room}: trace fewer rounds")
-        found = np.empty(int(header[0]), ENTRY)
+        found = np.empty(self._places + int(header[0]), ENTRY)
         if len(found):
             source = driver.CUdeviceptr(self._arena["trace"] + HEADER)
             check(driver.cuMemcpyDtoH(found.ctypes.data, source, found.nbytes))
-        return found
+        return found[found["end"] > 0]
 
     def close(self) -> None:
         self._arena.close()

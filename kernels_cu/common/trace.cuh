@@ -1,5 +1,9 @@
 // When each block of a launch began, waited and ended, by the GPU's clock. Only where TRACE, the kernel's number, is
-// defined: tools/trace_round.py compiles kernels so, and points `trace_buffer` of each module at its memory.
+// defined: tools/tracing.py compiles kernels so, and points `trace_buffer` of each module at its memory.
+//
+// Entries take the next free places, which costs each launch the trip of an atomic behind its end. Where TRACE_LAYERS is
+// defined too, launches of layers 0 .. TRACE_LAYERS - 1 have places of their own instead: one launch of a kernel and layer
+// is kept then.
 #pragma once
 #include "common/clock.cuh"
 
@@ -11,36 +15,52 @@ struct TraceEntry {
 struct TraceBuffer {
     unsigned int count, room;
     uint64_t reserved;
-    TraceEntry entries[1];  // [room]
+    TraceEntry entries[1];  // [TRACE_PLACES], if there are own places, and [room]
 };
 
 __device__ TraceBuffer* trace_buffer;
-__shared__ uint64_t trace_waiting, trace_resumed;
+// In shared memory rather than in registers, of which some kernels have none to spare.
+__shared__ uint64_t trace_begin, trace_waiting, trace_resumed;
+__shared__ TraceBuffer* trace_to;
 
 // Lives as long as the kernel's body; thread 0 speaks for its block.
 struct TraceScope {
-    uint64_t begin;
     int layer;
-    __device__ __forceinline__ explicit TraceScope(int layer) : begin(0), layer(layer) {
+    __device__ __forceinline__ explicit TraceScope(int layer) : layer(layer) {
         if (threadIdx.x != 0) return;
-        begin = clock_ns();
+        trace_to = trace_buffer;
+        trace_begin = clock_ns();
         trace_waiting = trace_resumed = 0;
     }
     __device__ __forceinline__ ~TraceScope() {
-        if (threadIdx.x != 0 || trace_buffer == nullptr) return;
+        if (threadIdx.x != 0) return;
         const uint64_t end = clock_ns();
-        const unsigned int place = atomicAdd(&trace_buffer->count, 1u);
-        if (place >= trace_buffer->room) return;
-        TraceEntry& entry = trace_buffer->entries[place];
+        TraceBuffer* const buffer = trace_to;
+        if (buffer == nullptr) return;
+        const int block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+        unsigned int place;
+#ifdef TRACE_LAYERS
+        if (unsigned(layer) < TRACE_LAYERS && block < TRACE_BLOCKS) {
+            place = (TRACE * TRACE_LAYERS + layer) * TRACE_BLOCKS + block;
+        } else
+#else
+        constexpr unsigned int TRACE_PLACES = 0;
+#endif
+        {
+            place = atomicAdd(&buffer->count, 1u);
+            if (place >= buffer->room) return;
+            place += TRACE_PLACES;
+        }
+        TraceEntry& entry = buffer->entries[place];
         int sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-        entry.begin = begin;
+        entry.begin = trace_begin;
         entry.waiting = trace_waiting;
         entry.resumed = trace_resumed;
         entry.end = end;
         entry.kernel = TRACE;
         entry.layer = layer;
-        entry.block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+        entry.block = block;
         entry.sm = sm;
     }
 };

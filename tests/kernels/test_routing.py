@@ -85,7 +85,9 @@ def check_route(gpu, rng, dims, rows, *, live=None, forced=None, ties=False, pat
     values |= {"live": 0 if live is None else limit, "forced_ids": 0 if forced is None else chosen}
     gpu.run(kernel, arguments(gpu, kernel, rows, **values), patch)
     logits = np.add.reduce(parts, axis=0, dtype=np.float32)[:count]  # in order, as the kernel adds
-    expected, shares = twin.route(logits.astype(np.float64), dims.top_k)
+    expected, shares = np.zeros((0, dims.top_k), np.int32), np.zeros((0, dims.top_k))
+    if count > 0:
+        expected, shares = twin.route(logits.astype(np.float64), dims.top_k)
     if forced is not None:
         expected, shares = forced[:count], twin.softmax_of(logits.astype(np.float64), forced[:count])
     assert (ids.get()[:count] == expected).all(), "expert_ids"
