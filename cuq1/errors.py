@@ -29,5 +29,17 @@ class DeviceError(Cuq1Error):
     """The requested device, or enough memory on it, is not available."""
 
 
+class PeerError(DeviceError):
+    """Another rank's part of an exchange never came: that rank's fault, or the fault of one that it waited for itself.
+
+    place: the exchange's number in the order of one round's; after: those that may come next.
+    """
+
+    def __init__(self, message: str, place: int, after: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.place = place
+        self.after = after
+
+
 class LaunchError(Cuq1Error):
     """A run of several processes that cannot start, or in which a rank failed or never arrived."""

@@ -10,7 +10,7 @@ from cuq1.checkpoint import Checkpoint
 from cuq1.cuda import abi
 from cuq1.cuda.compile import digest
 from cuq1.cuda.driver import bindings, check, require
-from cuq1.errors import DeviceError
+from cuq1.errors import DeviceError, PeerError
 from cuq1.models import decode, loop, prefill
 from cuq1.models.q1 import Model
 from cuq1.parallel.exchange import SharedInbox
@@ -89,15 +89,38 @@ class Ranks:
             inbox.close()
 
 
-def missing_part(fault: abi.Fault, where: str, seconds: float) -> str:
-    """A FAULT_PEER in words. where: the layer, as part of a sentence."""
+def missing_part(fault: abi.Fault, where: str, layers: int) -> PeerError:
+    """A FAULT_PEER as an error. where: the layer, as part of a sentence; layers: how many the target has."""
     kernel = abi.KERNELS.get(fault.kernel, "")
     what = PUSHED.get(kernel, "results")
     place = "" if kernel == "qkv" else f" of {where}"
-    return (
-        f"rank {fault.detail}'s part of the {what}{place} never came within {seconds:g} s: its process may have been "
-        "stopped, or its GPU be busy with something else"
+    return PeerError(
+        f"rank {fault.detail}'s part of the {what}{place} never came within {PEER_TIMEOUT:g} s: its process may have "
+        "been stopped, or its GPU be busy with something else",
+        *order(kernel, fault.layer, layers),
     )
+
+
+def order(kernel: str, layer: int, layers: int) -> tuple[int, tuple[int, ...]]:
+    """The number of the exchange in which a kernel waits, in the order of a round's; and those that may follow it.
+
+    Attention and MLP of each layer, candidates; the draft's entry, attention, MLP and candidates, of all depths alike.
+    """
+    first, candidates, entry = 0, 2 * layers, 2 * layers + 1
+    match kernel:
+        case "accept":
+            return candidates, (entry, first)
+        case "qkv":
+            return entry, (entry + 1, first)
+        case "draft_sample":
+            return entry + 3, (entry, first)
+        case "mlp_tail":
+            place = entry + 2 if layer < 0 else 2 * layer + 1
+            last = layer < 0 or layer == layers - 1  # sampling on the host takes no candidates
+            return place, (place + 1, entry, first) if last else (place + 1,)
+        case _:
+            place = entry + 1 if layer < 0 else 2 * layer
+            return place, (place + 1,)
 
 
 def setup(checkpoint: Checkpoint, **options: object) -> dict[str, str]:

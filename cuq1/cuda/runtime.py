@@ -11,7 +11,7 @@ from cuq1.cuda import abi, graph
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
 from cuq1.cuda.memory import Arena, Mapped, MappedFault, copy_in
-from cuq1.cuda.ranks import PEER_TIMEOUT, Ranks, missing_part
+from cuq1.cuda.ranks import Ranks, missing_part
 from cuq1.cuda.weights import RankWeights
 from cuq1.cuda.weights_device import load_weights
 from cuq1.errors import Cuq1Error, DeviceError
@@ -171,14 +171,15 @@ class Runtime:
             fault = self._fault.read()  # a kernel is about to finish its report
         if fault is None:
             return
-        self._fault.clear()
         self.poisoned = True
+        if self.ranks is None:  # else it stays, and ends what other ranks would go on with
+            self._fault.clear()
         layers = len(self.model.layers)
         where = (
             "the draft's layer" if fault.layer < 0 else f"layer {fault.layer}" if fault.layer < layers else "the head"
         )
         if fault.what == FAULT_PEER:
-            raise DeviceError(missing_part(fault, where, PEER_TIMEOUT)) from cause
+            raise missing_part(fault, where, layers) from cause
         what = abi.FAULTS.get(fault.what, "an unfinished report")
         kernel = abi.KERNELS.get(fault.kernel, f"kernel {fault.kernel}")
         error = Cuq1Error if fault.what == 1 else DeviceError
@@ -203,6 +204,7 @@ class Runtime:
                 check(driver.cuMemsetD8(driver.CUdeviceptr(self.addresses[name]), 0, size))
         check(driver.cuCtxSynchronize())
         if self.ranks is not None:
+            self._fault.clear()
             self.ranks.reset()
 
     def run(self, kind: str, rows: int, drafts: int, plan: Callable[[], Plan]) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from cuq1.parallel.wire import (
 )
 
 CONNECT_SECONDS = 10.0
+ACCUSED_SECONDS = 3.0  # for the launcher to have heard all ranks that miss something of each other
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, for a process that has lost its launcher
 
 
@@ -106,6 +107,15 @@ class Connection:
             if self._failure is not None or self._closed:
                 return
         self._send({"kind": "fail", "message": message[:MAX_MESSAGE], "told": told})
+
+    def accuse(self, message: str, place: int, after: Sequence[int]) -> None:
+        """The same where it is not clear yet whose fault it is; returns when the launcher has decided."""
+        with self._changed:
+            if self._failure is not None or self._closed:
+                return
+        self._send({"kind": "accuse", "message": message[:MAX_MESSAGE], "place": place, "after": list(after)})
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, ACCUSED_SECONDS)
 
     def close(self) -> None:
         """Leave, and end the thread."""

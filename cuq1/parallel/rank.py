@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from cuq1.cli import BAD_INPUT
-from cuq1.errors import Cuq1Error, LaunchError
+from cuq1.errors import Cuq1Error, LaunchError, PeerError
 from cuq1.parallel.commands import Channel
 from cuq1.parallel.rendezvous import WORLD, Rendezvous
 
@@ -54,8 +54,8 @@ def _lead(run: Callable[[Part], int], part: Part) -> int:
     try:
         status = run(part)
         sys.stdout.flush()  # here, where what goes wrong can still be told
-    except LaunchError as error:
-        meeting.fail(str(error))  # unless another rank was first; the launcher says it
+    except (LaunchError, PeerError) as error:
+        meeting.fail_of(error)  # unless another rank was first; the launcher says it
         return BAD_INPUT
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (0, None):
@@ -76,9 +76,9 @@ def _follow(run: Callable[[Part], int], part: Part) -> int:
     try:
         return run(part) if part.channel.receive()["command"] == BEGIN else 0
     except Cuq1Error as error:
-        part.meeting.fail(str(error))
+        part.meeting.fail_of(error)
         return BAD_INPUT
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (0, None):
-            part.meeting.fail(f"{type(error).__name__}: {error}")
+            part.meeting.fail_of(error)
         raise

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from cuq1.errors import Cuq1Error, LaunchError
+from cuq1.errors import Cuq1Error, LaunchError, PeerError
 from cuq1.parallel.connection import Connection, end_process
 from cuq1.parallel.wire import LEADER, MAX_NAME, MAX_PAYLOAD, MAX_WORLD, name_ranks
 
@@ -81,7 +81,7 @@ class Rendezvous:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
-            self.fail(str(error) if isinstance(error, Cuq1Error) else f"{type(error).__name__}: {error}")
+            self.fail_of(error)
         self.close()
 
     def barrier(self, name: str) -> None:
@@ -128,6 +128,14 @@ class Rendezvous:
         told: rank 0 tells its user by itself, and the launcher need not.
         """
         self._connection.fail(message, told=told)
+
+    def fail_of(self, error: BaseException) -> None:
+        """The same for an error. Of a PeerError all ranks may have one: the launcher finds the one that came first."""
+        message = str(error) if isinstance(error, Cuq1Error) else f"{type(error).__name__}: {error}"
+        if isinstance(error, PeerError):
+            self._connection.accuse(message, error.place, error.after)
+        else:
+            self.fail(message)
 
     def close(self) -> None:
         """Leave: from now on, a rank that waits for this one has an error."""

@@ -29,6 +29,7 @@ from cuq1.parallel.wire import (
 
 HELLO_SECONDS = 10.0  # for a connection to show that it knows the secret
 VANISHED_SECONDS = 0.5  # for the launcher to learn how the process ended whose connection broke
+ACCUSATION_SECONDS = 0.5  # for all ranks that miss something to say so, once one has
 MAX_STRANGERS = 64  # connections that have not shown it yet
 
 
@@ -47,6 +48,14 @@ class _Wait:
     kind: str
     since: float
     arrived: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # rank: number of its call, contribution
+
+
+@dataclass(frozen=True)
+class _Accusation:
+    rank: int
+    words: str
+    place: int  # of the exchange, and of those that may come next
+    after: list[int]
 
 
 class Server:
@@ -83,6 +92,8 @@ class Server:
         self._vanished: dict[int, float] = {}
         self._gone: set[int] = set()  # left, or ended in success: they will not arrive anywhere
         self._waits: dict[str, _Wait] = {}
+        self._accusations: list[_Accusation] = []
+        self._judged = 0.0  # when they are
         self._last_tick = time.monotonic()
 
     @property
@@ -123,6 +134,8 @@ class Server:
             for peer in self._joined.values():
                 peer.heard = now
         self._last_tick = now
+        if self._accusations and (now > self._judged or len(self._accusations) == self._world):
+            self._judge()
         for rank, since in self._vanished.items():
             if now - since > VANISHED_SECONDS:
                 self._blame([rank], "closed its connection without leaving")
@@ -185,10 +198,27 @@ class Server:
                 # Rank 0 has the launcher's stderr, so that it can tell a user by itself.
                 told = frame.header.get("told") is True and peer.rank == LEADER
                 self._blame([peer.rank], f"failed: {words}", told=told)
+            case "accuse":
+                self._hear(peer.rank, frame)
             case str(kind) if kind in CALLS:
                 self._arrive(peer.rank, kind, frame)
             case _:
                 raise FrameError("a frame of unknown kind")
+
+    def _hear(self, rank: int, frame: Frame) -> None:
+        """A rank misses another's part of an exchange. A rank that one is kept waiting for waits itself, further on."""
+        after = frame.header.get("after")
+        if not isinstance(after, list):
+            raise FrameError("after is no list")
+        words = " ".join(frame.text("message", MAX_MESSAGE).split())
+        self._accusations.append(_Accusation(rank, words, frame.number("place"), after))
+        self._judged = self._judged or time.monotonic() + ACCUSATION_SECONDS
+
+    def _judge(self) -> None:
+        """Of what ranks miss, the first in the order of exchanges ends the run: all others have that or the next."""
+        heard = self._accusations
+        first = next((one for one in heard if all(other.place in (one.place, *one.after) for other in heard)), heard[0])
+        self._blame([first.rank], f"failed: {first.words}")
 
     def _authenticate(self, peer: Peer, frame: Frame) -> None:
         answer, rank, world = frame.text("answer", 64), frame.number("rank"), frame.number("world")
