@@ -200,8 +200,8 @@ def test_too_little_memory_is_refused_by_what_takes_it(gpu):
         Arena({"weights": 1 << 50})
 
 
-def test_only_one_rank(gpu):
-    with pytest.raises(DeviceError, match="one GPU"):
+def test_what_no_engine_is_made_of(gpu):
+    with pytest.raises(DeviceError, match="start as many with cuq1-launch"):
         CudaEngine(NANO, 2)
     with pytest.raises(RequestError, match="f16 or fp8"):
         CudaEngine(NANO, activations="bf16")
