@@ -3,6 +3,7 @@
 The kernel kills a rank's own process then (processes.py), but not what that has started in turn,
 such as the program that a shell script runs; and shared memory stays (leftovers.py). stdin is a pipe that only the
 launcher holds: a line for each group, and `done` at an orderly end. It ends with the launcher, however that ends.
+Arguments: the shared memory that is not the ranks'.
 """
 
 import os
@@ -18,8 +19,6 @@ END_SECONDS = 5.0  # for what was killed to let go of its files
 
 def main() -> None:
     """Wait for the launcher's end."""
-    # By its file: importing the package would make this process large.
-    leftovers = runpy.run_path(str(Path(__file__).with_name("leftovers.py")))["Leftovers"]()
     groups = sys.stdin.read().split()
     if groups[-1:] == ["done"]:
         return
@@ -27,7 +26,8 @@ def main() -> None:
     limit = time.monotonic() + END_SECONDS
     while _signal(groups, 0) and time.monotonic() < limit:
         time.sleep(0.05)
-    leftovers.clear()
+    # By its file: importing the package would make this process large.
+    runpy.run_path(str(Path(__file__).with_name("leftovers.py")))["Leftovers"](set(sys.argv[1:])).clear()
 
 
 def _signal(groups: Sequence[str], number: int) -> bool:

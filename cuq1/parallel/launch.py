@@ -84,8 +84,9 @@ class Launch:
             stack.enter_context(self._signals())
             self._relay = Relay(self._selector, sys.stderr.fileno())
             stack.callback(self._relay.close)
-            stack.callback(Leftovers().clear)
-            guard = Guard()
+            leftovers = Leftovers()
+            stack.callback(leftovers.clear)
+            guard = Guard(leftovers.before)
             stack.callback(guard.close)
             stack.callback(self._end)
             shared = {WORLD: str(self._world), ADDRESS: self._server.address, SECRET: secret}

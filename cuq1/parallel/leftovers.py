@@ -13,18 +13,18 @@ PATTERN = "nccl-*"
 
 
 class Leftovers:
-    """What is in `folder` when the run begins is not the run's."""
+    """before: names of files that are not the run's; by default, what is in `folder` now."""
 
-    def __init__(self, folder: Path = SHARED_MEMORY) -> None:
+    def __init__(self, before: set[str] | None = None, folder: Path = SHARED_MEMORY) -> None:
         self._folder = folder
-        self._before = self._names()
+        self.before = self._names() if before is None else before
 
     def clear(self) -> None:
         """After the end of all ranks: remove what came since, is this user's, and no living process has open or mapped.
 
         So another run's file stays, whose maker maps it until it is unlinked.
         """
-        found = self._names() - self._before
+        found = self._names() - self.before
         if found:
             for name in found - _used(found):
                 with suppress(OSError):  # its own run has just removed it

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -13,6 +13,7 @@ from typing import IO
 from cuq1.errors import LaunchError
 
 PR_SET_PDEATHSIG = 1
+GUARD_SECONDS = 0.5  # for the guard to end when it is told to
 
 
 def bound_to_this_process() -> Callable[[], None]:
@@ -36,12 +37,15 @@ def bound_to_this_process() -> Callable[[], None]:
 
 
 class Guard:
-    """The process that kills ranks' groups when this one is killed; raises LaunchError where it cannot start."""
+    """The process that kills ranks' groups when this one is killed, and clears their shared memory, except `before`.
 
-    def __init__(self) -> None:
+    Raises LaunchError where it cannot start.
+    """
+
+    def __init__(self, before: Iterable[str]) -> None:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), *before],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -62,7 +66,11 @@ class Guard:
         self._tell("done\n")
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(GUARD_SECONDS)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, line: str) -> None:
         if self._process.stdin is not None:

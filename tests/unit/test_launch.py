@@ -203,6 +203,18 @@ def test_a_stopped_rank_is_killed_when_another_fails(tmp_path):
     assert gone(tmp_path, 3)
 
 
+def test_a_guard_that_is_stopped_holds_nobody_up(tmp_path):
+    with launched("-n", 2, "--", *DUMMY, tmp_path, "wait", 0) as process:
+        pids(tmp_path, 2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (guard,) = [pid for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(guard), signal.SIGSTOP)
+        process.terminate()
+        assert process.wait(SHOWN) == 143
+    assert not alive(int(guard))
+    assert gone(tmp_path, 2)
+
+
 def test_a_rank_that_never_arrives(tmp_path):
     status, _, err = run("-n", 3, "--timeout", 1, "--", *DUMMY, tmp_path, "absent", 2)
     assert sentence(err) == "rank 2 did not arrive at barrier 'met' within 1 s; rank 2 never joined"
@@ -329,7 +341,7 @@ def test_shared_memory_of_a_killed_rank_is_removed_and_nobody_elses(tmp_path, br
     folder = tmp_path / "shm"
     folder.mkdir()
     (folder / "nccl-before").touch()
-    redirected = f"leftovers.Leftovers.__init__.__defaults__ = (Path({str(folder)!r}),)\n"
+    redirected = f"leftovers.Leftovers.__init__.__defaults__ = (None, Path({str(folder)!r}))\n"
     with launched("-n", 2, "--", *DUMMY, tmp_path, "memory", 1, prefix=changed(redirected + broken)) as process:
         pids(tmp_path, 1)
         (folder / "other").touch()
