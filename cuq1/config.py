@@ -139,7 +139,7 @@ class DraftConfig:
     num_draft_slots: int
 
 
-class _Reader:
+class Reader:
     """Typed access to a JSON object, with errors that name file and key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -218,19 +218,26 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{str(path)!r} holds a NUL byte, which no path may: point to a folder that holds a checkpoint"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
+        content = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: point to a folder that holds a checkpoint") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """`read_json` of a file's bytes; `where` names the file in errors."""
+    try:
+        raw = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}): copy the file again") from None
+        raise ConfigError(f"{where} is not valid JSON ({error}): copy the file again") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}: copy the file again")
+        raise ConfigError(f"{where} must hold a JSON object, not a {type(raw).__name__}: copy the file again")
     return raw
 
 
-def _token_ids(value: Any) -> tuple[int, ...] | None:
+def token_ids(value: Any) -> tuple[int, ...] | None:
     """Token ids given as null, one integer or a list of integers; None if they are neither."""
     items = [] if value is None else value if isinstance(value, list) else [value]
     if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
@@ -238,7 +245,7 @@ def _token_ids(value: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _layer_types(read: _Reader, layers: int) -> tuple[str, ...]:
+def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
     if read.raw.get("layer_types") is None:
         source = "first_layers_types + hybrid_layers_types_block x num_hybrid_layers_block + last_layers_types"
         return _checked_types(read, _composed_types(read, layers), layers, source)
@@ -249,7 +256,7 @@ def _layer_types(read: _Reader, layers: int) -> tuple[str, ...]:
     return types
 
 
-def _composed_types(read: _Reader, layers: int) -> list[str]:
+def _composed_types(read: Reader, layers: int) -> list[str]:
     repeat = read.integer("num_hybrid_layers_block", 0)
     return (
         read.strings("first_layers_types")
@@ -258,7 +265,7 @@ def _composed_types(read: _Reader, layers: int) -> list[str]:
     )
 
 
-def _checked_types(read: _Reader, types: list[str], layers: int, source: str) -> tuple[str, ...]:
+def _checked_types(read: Reader, types: list[str], layers: int, source: str) -> tuple[str, ...]:
     for kind in types:
         if kind not in (FULL, SLIDING):
             raise read.fail(source, f"names {kind!r}, and only {FULL} and {SLIDING} are computed")
@@ -267,7 +274,7 @@ def _checked_types(read: _Reader, types: list[str], layers: int, source: str) ->
     return tuple(types)
 
 
-def _dense_layers(read: _Reader, layers: int) -> tuple[int, ...]:
+def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     """mlp_only_layers, which other models' ways of saying the same must not contradict."""
     dense = read.raw.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
@@ -286,7 +293,7 @@ def _dense_layers(read: _Reader, layers: int) -> tuple[int, ...]:
     return numbers
 
 
-def _refuse_other_rope(read: _Reader, head_dim: int, rotary_dim: int) -> None:
+def _refuse_other_rope(read: Reader, head_dim: int, rotary_dim: int) -> None:
     theta = read.positive("rope_theta")
     factors = {"partial_rotary_factor": read.raw.get("partial_rotary_factor")}
     for key in ("rope_scaling", "rope_parameters"):  # the older and the newer spelling
@@ -306,7 +313,7 @@ def _refuse_other_rope(read: _Reader, head_dim: int, rotary_dim: int) -> None:
             )
 
 
-def _fp8_block(read: _Reader) -> tuple[int, int] | None:
+def _fp8_block(read: Reader) -> tuple[int, int] | None:
     quantization = read.raw.get("quantization_config")
     if quantization is None:
         return None
@@ -320,7 +327,16 @@ def _fp8_block(read: _Reader) -> tuple[int, int] | None:
     return (128, 128)
 
 
-def _refuse_other_models(read: _Reader, types: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+def refuse_other_values(read: Reader, only: Mapping[str, tuple[Any, ...]]) -> None:
+    """ConfigError for a key of `only` whose value is none of those given there, an absent one being None."""
+    for key, allowed in only.items():
+        value = read.raw.get(key)
+        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+            raise read.fail(key, f"is {value!r}, which cuq1 does not compute (it computes {allowed[-1]!r})")
+
+
+def refuse_other_models(read: Reader, types: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+    """ConfigError for a config of another model_type, or of another model's architectures."""
     kind = read.raw.get("model_type")
     if kind not in types:
         raise read.fail("model_type", f"is {kind!r}, and {' or '.join(types)} is computed here")
@@ -330,12 +346,9 @@ def _refuse_other_models(read: _Reader, types: tuple[str, ...], architectures: t
 
 
 def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | None) -> Q1Config:
-    read = _Reader(raw, where)
-    _refuse_other_models(read, TARGET_TYPES, TARGET_ARCHITECTURES)
-    for key, allowed in _ONLY.items():
-        value = raw.get(key)
-        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise read.fail(key, f"is {value!r}, which cuq1 does not compute (it computes {allowed[-1]!r})")
+    read = Reader(raw, where)
+    refuse_other_models(read, TARGET_TYPES, TARGET_ARCHITECTURES)
+    refuse_other_values(read, _ONLY)
     for name, key in _ALSO_CALLED.items():
         read.same(name, raw.get(name), read.number(key), key)
     layers = read.integer("num_hidden_layers")
@@ -353,7 +366,7 @@ def _target(raw: Mapping[str, Any], where: str, fp8_block: tuple[int, int] | Non
     if chosen > experts:
         raise read.fail("num_experts_per_tok", f"{chosen} exceeds num_experts {experts}")
     vocab = read.integer("vocab_size")
-    eos = _token_ids(raw.get("eos_token_id"))
+    eos = token_ids(raw.get("eos_token_id"))
     if eos is None or any(token >= vocab for token in eos):
         raise read.fail("eos_token_id", f"must be token ids below vocab_size {vocab}, not {raw.get('eos_token_id')!r}")
     softmax_scale = raw.get("softmax_scale")
@@ -391,13 +404,13 @@ def parse_target(raw: Mapping[str, Any], where: str = "config.json") -> Q1Config
 
     Raises ConfigError for malformed values and for anything cuq1 does not compute.
     """
-    return _target(raw, where, _fp8_block(_Reader(raw, where)))
+    return _target(raw, where, _fp8_block(Reader(raw, where)))
 
 
 def parse_draft(raw: Mapping[str, Any], target: Q1Config, where: str = "mtp/config.json") -> DraftConfig:
     """The draft's config, checked to fit the target whose hidden states it continues."""
-    read = _Reader(raw, where)
-    _refuse_other_models(read, DRAFT_TYPES, DRAFT_ARCHITECTURES)
+    read = Reader(raw, where)
+    refuse_other_models(read, DRAFT_TYPES, DRAFT_ARCHITECTURES)
     dims = raw.get("target_config")
     if not isinstance(dims, dict):
         raise read.fail("target_config", "must hold the target's dimensions as an object")
@@ -448,11 +461,17 @@ def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingD
     path = Path(model_dir) / "generation_config.json"
     if not is_present(path):
         return SamplingDefaults(stop_tokens=config.eos_token_ids)
-    raw = read_json(path)
-    read = _Reader(raw, str(path))
-    eos = _token_ids(raw.get("eos_token_id"))
-    if eos is None or any(token >= config.vocab_size for token in eos):
-        raise read.fail("eos_token_id", f"must be token ids below {config.vocab_size}, not {raw['eos_token_id']!r}")
+    return parse_sampling_defaults(read_json(path), config.eos_token_ids, config.vocab_size, str(path))
+
+
+def parse_sampling_defaults(
+    raw: Mapping[str, Any], eos_token_ids: tuple[int, ...], vocab_size: int, where: str = "generation_config.json"
+) -> SamplingDefaults:
+    """`load_sampling_defaults` of the file's JSON object; `eos_token_ids` are config.json's."""
+    read = Reader(raw, where)
+    eos = token_ids(raw.get("eos_token_id"))
+    if eos is None or any(token >= vocab_size for token in eos):
+        raise read.fail("eos_token_id", f"must be token ids below {vocab_size}, not {raw['eos_token_id']!r}")
     sample = raw.get("do_sample")
     if sample is not None and not isinstance(sample, bool):
         raise read.fail("do_sample", f"must be true or false, not {sample!r}")
@@ -466,5 +485,5 @@ def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingD
         temperature=0.0 if sample is False else temperature,
         top_k=read.integer("top_k", 0) if raw.get("top_k") is not None else 0,
         top_p=top_p,
-        stop_tokens=tuple(dict.fromkeys(config.eos_token_ids + eos)),
+        stop_tokens=tuple(dict.fromkeys(eos_token_ids + eos)),
     )
