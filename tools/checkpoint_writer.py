@@ -1,16 +1,48 @@
 """Writing tensors as safetensors files, piece by piece, so that memory stays bounded whatever their size."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cuq1.errors import ConfigError
 from tools.checkpoint_tensors import DTYPES, Tensor
 
 
 def write_json(path: Path, value: object) -> None:
     """One indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(folder: Path, needed: int) -> Iterator[Path]:
+    """A folder to fill, which takes the name `folder`, new or empty, once the block has ended well.
+
+    Raises ConfigError where the name is taken or the disk has not the `needed` bytes; nothing is left then, nor
+    where the block raises.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ConfigError(f"{folder} needs {needed} bytes, and its disk has {free} free: choose another disk")
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_shards(shards: int, most: int) -> None:
+    """ConfigError unless `shards` files can each have one of `most` tensors."""
+    if not 1 <= shards <= most:
+        raise ConfigError(f"shards must be from 1 to {most}, so that no file is empty, not {shards}")
 
 
 def write_weights(folder: Path, tensors: list[Tensor], shards: int) -> None:

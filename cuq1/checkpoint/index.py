@@ -25,6 +25,7 @@ SHARD_INDEX = "model.safetensors.index.json"
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
