@@ -321,6 +321,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __gr
     if (a.ffn_out_norm != nullptr) w_out = __ldg(reinterpret_cast<const float4*>(a.ffn_out_norm + column));
     float4 y;
     if constexpr (RANKS > 1) {
+        pdl_trigger();  // at once: qkv and lm_head read nothing but weights and old counts before their waits
         const int live = a.live != nullptr ? __ldcg(a.live) : a.rows;  // as old as h
         row_begin(exchange);
         if (row >= min_int(live, a.rows)) {
@@ -328,7 +329,6 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) mlp_tail(const __gr
             return;
         }
         y = sum_pushed(a.y + at, a.fault, KERNEL_MLP_TAIL, a.layer);
-        pdl_trigger();
     } else {
         row_begin(exchange);
         pdl_wait();

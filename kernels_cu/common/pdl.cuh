@@ -6,9 +6,9 @@
 // only after its own wait, everything older than the predecessor is complete when a prologue runs: a prologue
 // may read weights and whatever was written at least two launches earlier, and must not write global memory.
 //
-// A kernel whose successor needs long for its prologue may trigger first of all: combine, o_proj and draft_sample do.
-// Then its successor's prologue runs before the predecessor's end, and may read only what was written three launches
-// before it (four after two such kernels), or weights.
+// A kernel whose successor needs long for its prologue may trigger first of all: combine, o_proj, draft_sample, and the
+// mlp_tail of several ranks do. Then its successor's prologue runs before the predecessor's end, and may read only what
+// was written three launches before it (four after two such kernels), or weights.
 //
 // Where the predecessor's results are their own ready flags, a kernel polls for them instead and waits at its end
 // (common/flagged.cuh).

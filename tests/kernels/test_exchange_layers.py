@@ -65,7 +65,9 @@ class Layers:
         args.rows, args.layer, args.slice_start = base["rows"], layer, place * dims.slice_width % dims.hidden
         args.out, args.router_attended, args.router_residual = targets
         args.peers = peers
-        yield projections.o_proj(dims), args
+        # Of eight ranks on one GPU, launches that wait would take the room of those that they wait for, if three in a
+        # row of each might.
+        yield replace(projections.o_proj(dims), pdl=ranks < 8), args
         kernel = rows.attn_tail(dims)
         parts = {name: where(name, False) for name in PROJECTED}
         norms = {"residual": x["residual"][layer], "attn_out_norm": x["norm"], "ffn_norm": x["norm"]}

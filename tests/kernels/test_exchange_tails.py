@@ -12,7 +12,7 @@ import pytest
 
 from cuq1.cuda import abi
 from cuq1.cuda.abi import ROUTED_COPIES, DownArgs
-from cuq1.cuda.kernels import experts, rows
+from cuq1.cuda.kernels import experts, projections, rows
 from cuq1.plan.dims import ROWS
 from tests.kernels.emulated import NOT_READY, Ranks
 from tests.kernels.shapes import EXCHANGED
@@ -80,9 +80,7 @@ class Attention:
                 self.ranks.own(place, name, TURN) for name in PROJECTED
             )
             args.peers = self.ranks.peers(place)
-        defines = tuple(d for d in layer.kernel.defines if d[0] != "RANKS")
-        defines += (("RANKS", ranks),) if ranks > 1 else ()
-        return replace(layer.kernel, defines=defines), args
+        return projections.o_proj(dims, moe=self.moe), args
 
     def outputs(self):
         gpu, dims = self.gpu, self.dims
