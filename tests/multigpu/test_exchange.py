@@ -59,7 +59,9 @@ def test_a_lost_rank_ends_all_and_the_next_run_starts_at_once(two, tmp_path, num
         pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in (0, 1)]
         time.sleep(0.5)
         os.kill(pids[victim], number)
+        begun = time.monotonic()
         until(lambda: not running(pids[1 - victim]), SHOWN)
+        print(f"rank {victim}, {number.name}: the other ended after {time.monotonic() - begun:.1f} s")
         _, err = launcher.communicate(timeout=SHOWN)
         assert not any(map(running, pids))
     (sentence,) = [line for line in err.decode().splitlines() if line.startswith("cuq1-launch: ")]
