@@ -10,8 +10,8 @@ that the host took in the order of ranks, and counts what it compared.
 many: that, for --exchanges. places: a tenth of them with two places on each rank. cancelling: likewise, of words whose
 sum another order changes. infinite, nan: an error that is reported, and no wait for what has come. skipped: a place
 leaves out a block's words once; all name it, and the buffer, within the limit. damaged, never, late, order, isnan:
-broken variants, which have to be noticed: a bit of a sum that is expected, no re-arming, re-arming an exchange too late,
-addition in another order, and a sentinel that is any NaN.
+broken variants, which have to be noticed: a bit of a sum that is expected, no re-arming, re-arming an exchange too
+late, addition in another order, and a sentinel that is any NaN.
 
 Where a GPU has no native atomics on host memory, memcheck calls the report of a fault an error: for it the default is
 those checks that end without one.
