@@ -9,6 +9,7 @@ import pytest
 from cuq1.config import load_config
 from cuq1.cuda.weights import weights_plan
 from cuq1.models import decode, q1
+from cuq1.models.order import Graph, check
 from cuq1.plan.types import Ref
 from tests.paths import NANO, RELEASED
 
@@ -82,3 +83,14 @@ def test_folded_is_what_a_plan_is_without_being_asked():
     model = q1.resolve(config, draft, layout)
     assert model.folded
     assert decode.round_of(model, 8, 3) == decode.round_of(replace(model, folded=True), 8, 3)
+
+
+def test_ranks_lose_nothing_of_an_exchange_that_has_no_router_parts():
+    config, draft = load_config(NANO)
+    models = [
+        q1.resolve(
+            config, draft, weights_plan(config, draft, 2, rank), tp=2, rank=rank, ranks=2, place=rank, folded=False
+        )
+        for rank in range(2)
+    ]
+    check({"round": Graph(tuple(decode.round_of(one, 8, 5) for one in models), (6, 1, 1, 1, 1))}, [("round", "round")])
