@@ -142,11 +142,13 @@ struct Entry {
                (column + j * TOKEN_LANES * 4) / EH_ROWS < RANKS;
     }
 
-    // The pieces of the lane's columns, and *live. All are asked for at once.
-    __device__ __forceinline__ int receive(const QkvArgs& a, float4 (&parts)[ENTRY_PIECES][VECTORS]) const {
+    // The sums of the lane's columns over the pieces, in their order, and *live. All pieces are asked for at once. What has
+    // not come is a NaN, and so are the sums then: no word is looked at otherwise.
+    __device__ __forceinline__ int receive(const QkvArgs& a, float4 (&x)[VECTORS]) const {
         int live, missing;
         PeerPolls polls;
         do {
+            float4 parts[ENTRY_PIECES][VECTORS];
 #pragma unroll
             for (int p = 0; p < ENTRY_PIECES; ++p) {
 #pragma unroll
@@ -159,12 +161,23 @@ struct Entry {
             missing = -1;
 #pragma unroll
             for (int j = 0; j < VECTORS; ++j) {
-                bool here = true;
+                x[j] = parts[0][j];
 #pragma unroll
-                for (int p = 0; p < ENTRY_PIECES; ++p) here &= has_come(parts[p][j]);
-                if (a.polled && !here && comes(a, live, j)) missing = (column + j * TOKEN_LANES * 4) / EH_ROWS;
+                for (int p = 1; p < ENTRY_PIECES; ++p) {
+                    x[j].x += parts[p][j].x, x[j].y += parts[p][j].y, x[j].z += parts[p][j].z, x[j].w += parts[p][j].w;
+                }
+                const float all = x[j].x + x[j].y + (x[j].z + x[j].w);
+                if (all == all || !a.polled || !comes(a, live, j)) continue;
+#pragma unroll
+                for (int p = 0; p < ENTRY_PIECES; ++p) {
+                    if (!has_come(parts[p][j])) missing = (column + j * TOKEN_LANES * 4) / EH_ROWS;
+                }
             }
         } while (polls.again(missing, a.fault, KERNEL_QKV, a.layer));
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) {
+            if (a.polled && !comes(a, live, j)) x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
         return live;
     }
 #endif
@@ -173,10 +186,12 @@ struct Entry {
     __device__ __forceinline__ void run(const QkvArgs& a, Shared& shared, uint8_t* tokens, int group, int head) {
         const int lane = threadIdx.x % WARP;
         if (token < ROWS) {  // of whole warps
-            float4 parts[ENTRY_PIECES > 0 ? ENTRY_PIECES : 1][VECTORS];
+            float most = 0.0f, squares = 0.0f;
+            float4 x[VECTORS], scaled[VECTORS];
 #if RANKS > 1 && ENTRY_PIECES > 0
-            const int live = receive(a, parts);
+            const int live = receive(a, x);
 #else
+            float4 parts[ENTRY_PIECES > 0 ? ENTRY_PIECES : 1][VECTORS];
 #pragma unroll
             for (int p = 0; p < ENTRY_PIECES; ++p) {
 #pragma unroll
@@ -187,17 +202,14 @@ struct Entry {
             }
             const int live = load_l2_int(a.live != nullptr ? a.live : a.positions);
 #endif
-            float most = 0.0f, squares = 0.0f;
-            float4 x[VECTORS], scaled[VECTORS];
 #pragma unroll
             for (int j = 0; j < VECTORS; ++j) {
+#if RANKS == 1 || ENTRY_PIECES == 0
                 x[j] = parts[0][j];
 #pragma unroll
                 for (int p = 1; p < ENTRY_PIECES; ++p) {
                     x[j].x += parts[p][j].x, x[j].y += parts[p][j].y, x[j].z += parts[p][j].z, x[j].w += parts[p][j].w;
                 }
-#if RANKS > 1 && ENTRY_PIECES > 0
-                if (a.polled && !comes(a, live, j)) x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // others add nothing
 #endif
                 if (ENTRY_BASE) {
                     x[j].x = fmaf(a.entry_scale, x[j].x, base[j].x), x[j].y = fmaf(a.entry_scale, x[j].y, base[j].y);

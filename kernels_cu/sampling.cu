@@ -38,6 +38,18 @@ __device__ __forceinline__ Key load_key(const float* values, const int* ids, int
     return make_key(values[piece * MAX_TOP_K + lane], ids[piece * MAX_TOP_K + lane]);
 }
 
+// warp_merge, for the many lists of ranks with one comparison a step.
+__device__ __forceinline__ Key merge(Key a, Key b, int lane) {
+    if constexpr (RANKS == 1) return warp_merge(a, b, lane);
+    Key key = max_key(a, __shfl_sync(ALL_LANES, b, WARP - 1 - lane));
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        const Key other = __shfl_xor_sync(ALL_LANES, key, offset);
+        key = (key > other) == ((lane & offset) == 0) ? key : other;
+    }
+    return key;
+}
+
 // Of the ranks' lists those that are this warp's, as they come. NO_KEY for what never came, which is reported.
 __device__ __forceinline__ void receive_keys(Key (&keys)[4], float* values, int* ids, int part, int lane, Fault* fault,
                                              int kernel, int layer) {
@@ -54,13 +66,13 @@ __device__ __forceinline__ void receive_keys(Key (&keys)[4], float* values, int*
         }
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-            if (!has_come(value[i]) || !has_come(id[i])) missing = part + i * ROW_WARPS;
+            missing = has_come(value[i]) & has_come(id[i]) ? missing : part + i * ROW_WARPS;
         }
     } while (polls.again(missing, fault, kernel, layer));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int rank = part + i * ROW_WARPS;
-        const bool is = rank < RANKS && has_come(value[i]) && has_come(id[i]);
+        const bool is = (rank < RANKS) & has_come(value[i]) & has_come(id[i]);
         keys[i] = is ? make_key(value[i], id[i]) : NO_KEY;
         if (rank >= RANKS) continue;
         make_unready(values + rank * MAX_TOP_K + lane);
@@ -89,15 +101,15 @@ __device__ __forceinline__ Key merged(const Args& a, int kernel, int64_t first_l
             }
         }
         const bool two = first + ROW_WARPS < pieces;
-        const Key some = two ? warp_merge(warp_merge(four[0], four[1], lane), warp_merge(four[2], four[3], lane), lane)
+        const Key some = two ? merge(merge(four[0], four[1], lane), merge(four[2], four[3], lane), lane)
                              : four[0];
-        key = first == part ? some : warp_merge(key, some, lane);
+        key = first == part ? some : merge(key, some, lane);
     }
 #pragma unroll
     for (int half = ROW_WARPS / 2; half > 0; half /= 2) {
         if (part >= half && part < 2 * half) lists[part][lane] = key;
         __syncthreads();  // the upper half's lists are there; each is written once, so nothing else needs to wait
-        if (part < half) key = warp_merge(key, lists[part + half][lane], lane);
+        if (part < half) key = merge(key, lists[part + half][lane], lane);
     }
     return key;
 }

@@ -3,7 +3,7 @@
 // PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's; *live was
 //          written at least two launches ago. The clusters of rows that are not live end at once. One list a row: PIECES
 //          is 1. Of several ranks, each pushes its lists into every rank's inbox, and where `mirror` and `status` are
-//          given, what its host and its kernels have to say: grid (BLOCKS, ROWS + 1).
+//          given (`fault` then is as well), what its host and its kernels have to say: grid (BLOCKS, ROWS + 1).
 // READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes; of several ranks, to each of them.
 //
 // Why so: a row's cluster spreads the reading over eight multiprocessors and meets in shared memory, which is shorter
@@ -16,9 +16,9 @@
 // how it compares.
 //
 // To several ranks, a list goes as a warp's two stores of 128 bytes, a warp for each rank: what crosses to a peer then is
-// two packets a row. The status has a cluster of its own, since host memory is a microsecond away and more; it is asked
-// after the wait, so that what lm_head and all before it have reported ends this very round. One thread asks, so that
-// all ranks are told the same.
+// two packets a row. The status has a cluster of its own, since host memory is two microseconds away, and is asked while
+// lm_head runs: what the layers before it have reported ends this very round. One lane asks, so that all ranks are told
+// the same, and a lane tells each of them.
 #include "abi.cuh"
 #include "common/exchange.cuh"
 #include "common/fault.cuh"
@@ -53,20 +53,28 @@ __device__ __forceinline__ void store_first_block(Key* local, Key key) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(key) : "memory");
 }
 
-// One thread: what this rank says of cancellation, faults, and how far its reader has come.
-__device__ __forceinline__ void tell_status(const TopKArgs& a) {
-    const Peers peers(a.peers);
+// One warp: what this rank says of cancellation, faults, and how far its reader has come.
+__device__ __forceinline__ void tell_status(const TopKArgs& a, int lane) {
+    const int64_t distance = lane < RANKS ? __ldg(reinterpret_cast<const long long*>(a.peers) + lane) : 0;
     const int rows = live_before(a.live, a.rows);
+    int cancel = 0, taken = 0, read = 0, fault = FAULT_NONE;
+    if (lane == 0) {
+        const volatile Mirror& host = *a.mirror;
+        cancel = host.cancel;
+        taken = host.taken;
+        read = int(host.read);
+        fault = *reinterpret_cast<const volatile int*>(&a.fault->what);
+    }
     pdl_wait();
     pdl_trigger();
     if (rows <= 0) return;  // accept will not ask either
-    const volatile Mirror& host = *a.mirror;
-    const int cancel = host.cancel, taken = host.taken;
-    const uint32_t read = host.read;
-    const int fault = a.fault != nullptr ? *reinterpret_cast<const volatile int*>(&a.fault->what) : FAULT_NONE;
-    peers.push(a.status + STATUS_ENDED, (cancel != 0 ? 1 : 0) | (fault != FAULT_NONE ? 2 : 0));
-    peers.push(a.status + STATUS_TAKEN, taken);
-    peers.push(a.status + STATUS_READ, int(read & 0x7fffffffu));
+    const int ended = __shfl_sync(ALL_LANES, (cancel != 0 ? 1 : 0) | (fault != FAULT_NONE ? 2 : 0), 0);
+    taken = __shfl_sync(ALL_LANES, taken, 0);
+    read = __shfl_sync(ALL_LANES, read, 0) & 0x7fffffff;
+    if (lane >= RANKS) return;
+    push_to(distance, a.status + STATUS_ENDED, ended);
+    push_to(distance, a.status + STATUS_TAKEN, taken);
+    push_to(distance, a.status + STATUS_READ, read);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constant__ TopKArgs a) {
@@ -80,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     int64_t distance = 0;  // to the inbox that this warp pushes to
     if constexpr (RANKS > 1) {
         if (row == ROWS) {
-            if (a.mirror != nullptr && a.status != nullptr && rank == 0 && tid == 0) tell_status(a);
+            if (a.mirror != nullptr && a.status != nullptr && rank == 0 && warp == 0) tell_status(a, lane);
             return;
         }
         if (warp < RANKS) distance = __ldg(reinterpret_cast<const long long*>(a.peers) + warp);

@@ -84,7 +84,7 @@ class Entry(World):
         ready = np.zeros(found.shape[1:], bool)
         ready[:, : self.count, : self.whole_rows] = True
         assert ((found[0] != NOT_READY) == ready).all(), "not all that was to come came, or more"
-        assert int((self.inboxes.memory != NOT_READY).sum()) == self.dims.ranks * ready.sum(), "written elsewhere"
+        assert self.inboxes.ready_words() == self.dims.ranks * ready.sum(), "written elsewhere"
         if self.count:
             live = {name: v[: self.count] if name in ("tokens", "hidden_rows") else v for name, v in self.x.items()}
             expected = twin.eh_proj(twin.operand(**live, eps=self.dims.eps), self.weight)
@@ -126,7 +126,7 @@ def test_qkv_waits_for_its_peers(gpu, name):
     with Entry(gpu, DIMS[name], fresh()) as world:
         for attempt in range(2):  # the first one loads the kernels
             world.prepare(5, 8)
-            calls, results = zip(*map(world.qkv, world.places[:2]), strict=True)
+            calls, results = zip(*map(world.qkv, world.places[:1]), strict=True)  # which leaves room for the others
             pushes = [world.eh(place) for place in world.places]
             gpu.cupy.cuda.Device().synchronize()
             if attempt == 0:

@@ -175,7 +175,7 @@ def judge(world, expected, before, faults):
     same = np.repeat(expected[None], len(found))
     same["log_verified"] = found["log_verified"]
     assert_same(found, same, np.repeat(before[None], len(found)))
-    assert world.inboxes.unready() == 0, f"{world.inboxes.unready()} words are left in inboxes"
+    assert world.inboxes.ready_words() == 0, f"{world.inboxes.ready_words()} words are left in inboxes"
 
 
 def play(world, rng, rounds=2, patch=None, limit=None):

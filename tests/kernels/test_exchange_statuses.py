@@ -105,7 +105,7 @@ def check(gpu, name, reason, change=None, *, late=None, patch=None, written=7):
             change(world, last)
         agreed = twin.agree([world.mirror(place) for place in world.places], world.reported())
         assert world.tell(patch) == [agreed] * world.dims.ranks
-        assert world.inboxes.unready() == 0
+        assert world.inboxes.ready_words() == 0
         if late is not None:
             late(world, last)
         records, launched = world.end(patch)

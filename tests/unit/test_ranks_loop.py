@@ -6,6 +6,7 @@ import pytest
 
 from cuq1.config import load_config
 from cuq1.cuda import abi
+from cuq1.cuda.kernels import sampling
 from cuq1.cuda.log import decided
 from cuq1.cuda.weights import weights_plan
 from cuq1.models import decode, loop, q1
@@ -92,6 +93,14 @@ def test_all_that_is_pushed_of_a_row_is_read_by_the_same_launches():
             seen.append(rows)
         assert seen[0] == seen[1]
         assert seen[0]
+
+
+def test_samplers_have_a_list_from_each_rank():
+    dims = models(RANKS)[0].dims
+    assert sampling.accept(dims) == sampling.accept(dims, RANKS)
+    for kernel in (sampling.accept, sampling.draft_sample):
+        with pytest.raises(ValueError, match="2 ranks have as many lists of a row, not 8"):
+            kernel(dims, 8)
 
 
 def test_qkv_polls_what_the_entry_pushes():
