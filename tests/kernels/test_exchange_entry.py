@@ -13,7 +13,7 @@ from tests.kernels import emulated
 from tests.kernels.emulated import NOT_READY
 from tests.kernels.shapes import EXCHANGED
 from tests.kernels.test_draft import TOKENS, TOLERANCE, inputs_of
-from tests.kernels.test_exchange_sampling import PEER_FAULT, World, built, fresh, quick
+from tests.kernels.test_exchange_sampling import NOT_FINITE, PEER_FAULT, World, built, fresh, quick
 from tests.kernels.test_projections import Qkv
 from tests.kernels.twins import draft as twin
 
@@ -157,6 +157,34 @@ def test_a_missing_rank_is_named(gpu, name):
             found = world.run([*pushes, *calls])
             assert time.monotonic() - begun < 4
             assert found == dict.fromkeys(world.places, (PEER_FAULT, "qkv", lacking))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", DIMS)
+def test_what_is_not_finite_is_reported_and_nobody_waits(gpu, name, bad):
+    with Entry(gpu, DIMS[name], fresh()) as world:
+        world.prepare(2, 8)
+        world.x["hidden"][:, 5] = bad
+        world.arrays["hidden"][:] = gpu.array(world.x["hidden"])
+        calls = [(quick(kernel), args) for (kernel, args), _ in map(world.qkv, world.places)]
+        assert world.run([*map(world.eh, world.places), *calls]) == dict.fromkeys(
+            world.places, (NOT_FINITE, "eh_proj", 0)
+        )
+        assert (world.pieces()[:, :, :2, : world.whole_rows] != NOT_READY).all()
+
+
+@pytest.mark.gpu
+def test_opposite_infinities_are_reported(gpu):
+    with Entry(gpu, DIMS["nano, 2 ranks"], fresh()) as world:
+        world.prepare(2, 8)
+        assert world.run(list(map(world.eh, world.places))) == {}
+        first = world.inboxes.inboxes[0].whole("eh", TURN).offset // 4
+        for piece, value in enumerate((np.inf, -np.inf)):
+            world.inboxes.memory[:, first + piece * ROWS * world.dims.hidden] = np.float32(value).view(np.uint32).item()
+        found = world.run([(quick(kernel), args) for (kernel, args), _ in map(world.qkv, world.places)])
+        assert set(found) == set(world.places)
+        assert {(what, kernel) for what, kernel, _ in found.values()} <= {(NOT_FINITE, "eh_proj"), (NOT_FINITE, "qkv")}
 
 
 def broken(world, patch):

@@ -27,7 +27,7 @@ SMALL = replace(RELEASED, ranks=8, vocab=40, vocab_total=320)
 DIMS = {"8 ranks": SMALL, "2 ranks": EXCHANGED["nano, 2 ranks"]}
 TURN = 5
 STATE = twin.STATE
-PEER_FAULT = abi.constant("FAULT_PEER")
+PEER_FAULT, NOT_FINITE = abi.constant("FAULT_PEER"), abi.constant("FAULT_NOT_FINITE")
 QUICK_MS = 20
 
 
@@ -301,6 +301,47 @@ def test_who_comes_first_waits(gpu, name):
         assert world.states()["log_rounds"].tolist() == [before["log_rounds"]] * world.dims.ranks
         world.issue(pushes)
         judge(world, state, before, world.wait())
+
+
+def first_token(world, logits):
+    """A request's first token from one row on all ranks, not greedy: what was reported, and the twin's state."""
+    state = random_states(fresh(), 1)[0]
+    state["temperature"], state["top_k"], state["top_p"] = 1, 32, 1
+    world.set_states(state)
+    world.set_logits(logits[None])
+    calls = [world.top_k(place, 1) for place in world.places]
+    faults = world.run([*calls, *(world.accept(place, 1, first=True) for place in world.places)])
+    before = state.copy()
+    twin.first(state, logits[None])
+    return faults, state, before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DIMS)
+def test_every_legal_logit_passes(gpu, name):
+    dims = DIMS[name]
+    width = dims.ranks * dims.vocab
+    largest, least = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+    with world_of(gpu, dims) as world:
+        for some in ([0.0, -0.0], [-0.0, least, -least, 0.0], [largest, -largest, 1.0], [-largest, -np.inf]):
+            logits = fresh().choice(np.array(some, np.float32), width)
+            faults, state, before = first_token(world, logits)
+            judge(world, state, before, faults)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DIMS)
+def test_what_is_no_logit_is_reported_and_nobody_waits(gpu, name):
+    dims = DIMS[name]
+    with world_of(gpu, dims) as world:
+        for bad, others in ((np.nan, {}), (np.inf, dict.fromkeys(world.places, (NOT_FINITE, "accept", 0)))):
+            logits = fresh().standard_normal(dims.ranks * dims.vocab, np.float32)
+            logits[dims.vocab + 7] = bad
+            assert first_token(world, logits)[0] == {**others, 1: (NOT_FINITE, "top_k", 0)}
+            assert world.inboxes.ready_words() == 0
+            found = world.states()
+            assert len({(*state["log_tokens"][:1], state["tokens"][0], state["done"]) for state in found}) == 1
+            assert 0 <= found["tokens"][0, 0] < dims.ranks * dims.vocab
 
 
 def missing(world, kind, lacking, patch=None):
