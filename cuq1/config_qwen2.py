@@ -173,9 +173,9 @@ def parse_qwen2(
     eos = token_ids(raw.get("eos_token_id"))
     if eos is None or any(token >= vocab for token in eos):
         raise read.fail("eos_token_id", f"must be token ids below vocab_size {vocab}, not {raw.get('eos_token_id')!r}")
-    bos = token_ids(raw.get("bos_token_id"))
-    if bos is None or len(bos) > 1 or any(token >= vocab for token in bos):
-        raise read.fail("bos_token_id", f"must be a token id below vocab_size {vocab}, not {raw.get('bos_token_id')!r}")
+    bos = token_ids(raw.get("bos_token_id"))  # nothing here adds one, so it may even be outside the vocabulary
+    if bos is None or len(bos) > 1:
+        raise read.fail("bos_token_id", f"must be null or one token id, not {raw.get('bos_token_id')!r}")
     return Qwen2Config(
         hidden_size=hidden,
         intermediate_size=read.integer("intermediate_size"),

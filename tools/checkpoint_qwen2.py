@@ -221,7 +221,8 @@ def _tokenizer(control: int) -> dict[str, Any]:
     alphabet = [*map(chr, printable), *(chr(0x100 + order) for order in range(256 - len(printable)))]
     vocab = dict.fromkeys(alphabet)
     merges: dict[tuple[str, str], None] = {}
-    for word in (f"{space}{word}" for word in _WORDS.split() for space in ("", "\u0120")):  # U+0120 stands for a space
+    # U+0120 stands for a space; words behind one come first, or their letters would be merged without it
+    for word in (f"{space}{word}" for space in ("\u0120", "") for word in _WORDS.split()):
         for end in range(1, len(word)):
             pair = word[:end], word[end]
             if len(vocab) + (pair[0] + pair[1] not in vocab) <= control:
