@@ -2,12 +2,13 @@
 
     python -m tools.check_ranks [score greedy seeded repeat] [--tp 2] [--log] ...
 
-Starts its ranks itself. Each check is done with the device's loop, and then the host's loop must give the same
+Starts its ranks itself. Each check is done with the host's loop, and then the device's loop must give the same
 sequences. score: logits of prompts by
 the prefill kernels, relative error. greedy: sequences against the choices of one GPU after the same tokens; where they
 differ, the gap between the two candidates there is held against the error of that very row, and every such place is
-listed. seeded: sampled sequences against those of one GPU with the same seeds; a draw goes another way where rounding
-moved a probability across it, about as often as the distributions differ. repeat: the same requests again.
+listed. seeded: sampled sequences against those of one GPU with the same seeds, round by round; a draw goes another way
+where rounding moved a probability across it, as often as the distributions that it is made from differ. repeat: the
+same requests again.
 """
 
 import argparse
@@ -28,14 +29,14 @@ from cuq1.parallel.follow import Leader, follow
 from cuq1.parallel.launch import Launch
 from cuq1.parallel.rank import Part, as_rank, launched
 from cuq1.sampling import DecodeParams
-from cuq1.sampling.filter import filtered
 from tools.bench import NANO, append_row, at_least_one, nano
+from tools.seeded import compare
 
 F32 = NDArray[np.float32]
 Report = dict[str, Any]
 Request = tuple[list[int], DecodeParams]
 Sequences = list[list[int]]
-LOOPS = ("device", "host")
+LOOPS = ("host", "device")
 
 
 def sequence(engine: CudaEngine | Leader, ids: Sequence[int], params: DecodeParams) -> list[int]:
@@ -105,33 +106,8 @@ def seeded_requests(options: argparse.Namespace) -> Iterator[Request]:
 
 
 def check_seeded(one: CudaEngine, several: Leader, options: argparse.Namespace, sequences: Sequences) -> Report:
-    """Sequences up to where they part from one GPU's, and how often they may."""
-    parted: list[Report] = []
-    expected, unnoticed = 0.0, 0
-    for number, ((ids, params), ours) in enumerate(zip(seeded_requests(options), sequences, strict=True)):
-        theirs = sequence(one, ids, params)
-        length = min(len(theirs), len(ours))
-        end = next((i for i in range(length) if theirs[i] != ours[i]), length - 1)
-        rows = [deciding_rows(engine, ids, theirs[: end + 1]) for engine in (one, several)]
-        distances = [distance(a, b, params) for a, b in zip(*rows, strict=True)]
-        expected += sum(distances)
-        if theirs != ours:
-            parted.append({"prompt": number, "position": end, "distance": distances[-1]})
-        if number < 3:  # the control: another seed must be found different
-            unnoticed += int(sequence(several, ids, replace(params, seed=1000 + number)) == ours)
-    # Up to two numbers decide about each draft, and each may fall where the two distributions differ.
-    allowed = 3 * expected + 3 * (3 * expected) ** 0.5 + 1
-    failed = int(len(parted) > allowed) + unnoticed
-    return {"parted": parted, "expected": expected, "allowed": allowed, "failed": failed}
-
-
-def distance(one: F32, other: F32, params: DecodeParams) -> float:
-    """The total variation between what two rows of logits are sampled from."""
-    found = [np.zeros(len(one)), np.zeros(len(one))]
-    for row, into in zip((one, other), found, strict=True):
-        chosen = filtered(row, params.temperature, params.top_k, params.top_p)
-        into[chosen.ids] = chosen.probs
-    return float(np.abs(found[0] - found[1]).sum() / 2)
+    """Where sequences part from one GPU's, and how often rounding may make them: see tools.seeded."""
+    return compare(one, several, list(seeded_requests(options)), sequences, deciding_rows)
 
 
 def mixed_requests(options: argparse.Namespace) -> Iterator[Request]:
@@ -205,7 +181,7 @@ def _run(options: argparse.Namespace, part: Part) -> int:
                     sequences = [sequence(several, ids, params) for ids, params in requests(options)]
                     if name in known:
                         apart = sum(a != b for a, b in zip(known[name], sequences, strict=True))
-                        found: Report = {"other_than_the_device": apart, "failed": apart}
+                        found: Report = {"other_than_the_host": apart, "failed": apart}
                     else:
                         known[name] = sequences
                         found = check(one, several, options, sequences)

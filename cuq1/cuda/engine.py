@@ -9,7 +9,6 @@ host, a step at a time.
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,17 +23,16 @@ from cuq1.cuda.driver import open_device, require_devices
 from cuq1.cuda.hostsample import HostSampler
 from cuq1.cuda.loop import TIMEOUT, UNBOUNDED, DeviceLoop
 from cuq1.cuda.prefill import Prefill
-from cuq1.cuda.ranks import Ranks, plan_values, setup
+from cuq1.cuda.ranks import Ranks, plan_values, setup, shared_rule
 from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import rank_weights
 from cuq1.errors import DeviceError, RequestError
 from cuq1.models import q1
-from cuq1.models.loop import draft_threshold
 from cuq1.models.prefill import CHUNK
 from cuq1.parallel.rendezvous import Rendezvous
 from cuq1.plan.dims import MAX_TOP_K, ROWS
 from cuq1.plan.types import Defines
-from cuq1.sampling.depth import DepthRule, default_rule
+from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_prompt
 from cuq1.sampling.rounds import FinishReason, Round
 from cuq1.sequence import SequenceEngine
@@ -104,8 +102,7 @@ class CudaEngine(SequenceEngine):
             place=rank,
         )
         self._max_drafts = checkpoint.draft_config.num_draft_slots if checkpoint.draft_config is not None else 0
-        rule = default_rule()
-        rule = depth_rule or replace(rule, threshold=draft_threshold(self._model, rule.worth))
+        rule = depth_rule or shared_rule(self._model)
         if ranks is not None:
             ranks.agree("plan", plan_values(self._model, rule, device.arch))
         self._runtime = Runtime(self._model, weights, rule, progress, defines, ranks)

@@ -10,15 +10,16 @@ from cuq1.checkpoint import Checkpoint
 from cuq1.cuda import abi
 from cuq1.cuda.compile import digest
 from cuq1.cuda.driver import bindings, check, require
-from cuq1.errors import DeviceError, PeerError
+from cuq1.cuda.weights import weights_plan
+from cuq1.errors import ConfigError, DeviceError, PeerError
 from cuq1.models import decode, loop, prefill
-from cuq1.models.q1 import Model
+from cuq1.models.q1 import Model, resolve
 from cuq1.parallel.exchange import SharedInbox
 from cuq1.parallel.nccl import Communicator
 from cuq1.parallel.rendezvous import Rendezvous
 from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
-from cuq1.sampling.depth import DepthRule
+from cuq1.sampling.depth import DepthRule, default_rule
 
 # Seconds after which a kernel gives up what a peer was to push: PEER_TIMEOUT_MS of kernels_cu/common/exchange.cuh.
 PEER_TIMEOUT = 4.0
@@ -87,6 +88,25 @@ class Ranks:
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             inbox.close()
+
+
+def shared_rule(model: Model) -> DepthRule:
+    """The default stop rule, with the threshold that suits the most GPUs which can share the model.
+
+    On fewer, a draft more pays a little sooner or later. But how many are drafted decides which numbers a sampled token
+    is drawn from, and a seed is to give the same tokens on any number of GPUs.
+    """
+    rule = default_rule()
+    config, draft = model.config, model.draft_config
+    for tp in range(abi.MAX_RANKS, 0, -1):
+        try:
+            layout = weights_plan(config, draft, tp, 0)
+        except ConfigError:
+            continue  # the model does not divide into so many shares
+        fp8 = model.fp8_activations
+        widest = resolve(config, draft, layout, tp=tp, ranks=tp, sms=model.sms, fp8_activations=fp8)
+        return replace(rule, threshold=loop.draft_threshold(widest, rule.worth))
+    return rule
 
 
 def missing_part(fault: abi.Fault, where: str, layers: int) -> PeerError:

@@ -17,7 +17,7 @@ from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights import weights_plan
 from cuq1.engine import open_engine
 from cuq1.errors import DeviceError, LaunchError, PeerError, RequestError
-from cuq1.models import prefill, q1
+from cuq1.models import loop, prefill, q1
 from cuq1.models.prefill import Chunk, Step, Sum
 from cuq1.plan.dims import DRAFT
 from cuq1.sampling.depth import default_rule
@@ -95,6 +95,17 @@ def test_another_plan_or_rule_is_noticed(no_gpu):
     assert "plan" in differing(model_of(fp8_activations=True))
     assert differing(model_of(), replace(default_rule(), threshold=0.25)) == {"rule for drafts"}
     assert differing(model_of(), arch="sm_100a") == {"kernels"}
+
+
+def test_the_stop_rule_is_the_same_on_any_number_of_gpus():
+    """Else a seed would give other tokens: how many are drafted decides which number a token is drawn from."""
+    rules = [ranks.shared_rule(model_of(tp)) for tp in (1, 2, 4)]
+    assert rules[0] == rules[1] == rules[2]
+    own = [loop.draft_threshold(model_of(tp), default_rule().worth) for tp in (1, 2, 4)]
+    assert len(set(own)) == 3  # the control: each by itself would be another
+    assert rules[0].threshold == own[2]
+    released = NANO.parent / "iquest-q1"
+    assert ranks.shared_rule(model_of(4, 1, released)).threshold == pytest.approx(0.425, abs=0.01)
 
 
 def test_prompts_are_summed_where_ranks_have_parts_alone():
