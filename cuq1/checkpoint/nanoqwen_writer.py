@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -141,11 +142,12 @@ def _unwritable(path: Path, error: OSError | ValueError) -> CheckpointError:
 @contextmanager
 def _replacing(path: Path) -> Iterator[FileIO]:
     """A new file that takes the name `path` once the block has ended well, and is removed otherwise."""
-    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    partial = path.parent / f".nanoqwen.{secrets.token_hex(8)}.partial"
     try:
         try:
-            if path.exists() and not path.is_file():
-                raise CheckpointError(f"{path} exists and is no file: choose another name")
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(path.stat().st_mode):  # which, too, finds names that cannot be
+                    raise CheckpointError(f"{path} exists and is no file: choose another name")
             file = FileIO(partial, "x")  # unbuffered: closing it has nothing left to write, and cannot fail for that
         except (OSError, ValueError) as error:
             raise _unwritable(path, error) from None
@@ -160,7 +162,8 @@ def _replacing(path: Path) -> Iterator[FileIO]:
         except OSError as error:
             raise _unwritable(path, error) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     _keep_name(path.parent)
 
 

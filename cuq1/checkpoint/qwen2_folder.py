@@ -21,7 +21,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 # Written by old exports; it follows from rope_theta.
 _INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # Bounds memory: no more elements of a tensor are held at once.
-_PIECE = 1 << 22
+_PIECE = 1 << 20
 
 
 def layer_shapes(config: Qwen2Config, layer: int) -> dict[str, tuple[int, ...]]:
