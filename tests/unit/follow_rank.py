@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from cuq1.cli import INTERRUPTED, guarded
-from cuq1.errors import DeviceError, RequestError
+from cuq1.errors import DeviceError, PeerError, RequestError
 from cuq1.parallel.follow import Leader, follow
 from cuq1.parallel.rank import as_rank
 from cuq1.sampling import DecodeParams
@@ -36,6 +36,8 @@ def prepared(meeting):
         if len(rounds) == 6:
             if MODE == "device error":
                 raise DeviceError("the GPU fell off")
+            if MODE == "peer error":
+                raise PeerError("a part never came", 3, (4,))
             misbehave(MODE, FOLDER, meeting.rank)
 
     engine.compute = wrapped

@@ -46,6 +46,8 @@ def test_what_goes_wrong_is_said_once(tmp_path, mode, status, said):
     [
         ("device error", 1, 2, "cuq1-launch: rank 1 failed: the GPU fell off"),
         ("device error", 0, 2, "follow_rank: the GPU fell off"),
+        ("peer error", 1, 2, "cuq1-launch: rank 1 failed: a part never came"),
+        ("peer error", 0, 2, "cuq1-launch: rank 0 failed: a part never came"),
         ("exit3", 1, 3, "cuq1-launch: rank 1 exited with status 3"),
         (f"signal{int(signal.SIGKILL)}", 2, 137, "cuq1-launch: rank 2 was ended by SIGKILL"),
         (f"signal{int(signal.SIGKILL)}", 0, 137, "cuq1-launch: rank 0 was ended by SIGKILL"),
