@@ -4,6 +4,7 @@ from cuq1.text.chat import ChatTemplate, Prompt
 from cuq1.text.markup import ends_in_reasoning
 from cuq1.text.messages import check_messages, check_tools
 from cuq1.text.parser import Delta, OutputParser, ParsedMessage, collect, parse_output
+from cuq1.text.source import PackedText, TextSource
 from cuq1.text.stream import Detokenizer, Event, StopFilter
 from cuq1.text.tokenizer import Tokenizer
 from cuq1.text.toolcalls import ToolCall
@@ -14,9 +15,11 @@ __all__ = [
     "Detokenizer",
     "Event",
     "OutputParser",
+    "PackedText",
     "ParsedMessage",
     "Prompt",
     "StopFilter",
+    "TextSource",
     "Tokenizer",
     "ToolCall",
     "check_messages",

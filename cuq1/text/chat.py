@@ -1,17 +1,17 @@
 """Chat messages to a prompt, through the checkpoint's Jinja template."""
 
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from cuq1.errors import TextError
 from cuq1.text.guard import ControlSpellings, InputGuard
 from cuq1.text.markup import MARKUP, ends_in_reasoning
 from cuq1.text.messages import check_messages, check_tools
+from cuq1.text.source import TextSource, label, read_file
 from cuq1.text.tokenizer import Tokenizer
 
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -50,25 +50,27 @@ class ChatTemplate:
         self._spellings = ControlSpellings(MARKUP | tokenizer.control_tokens.keys())
 
     @classmethod
-    def load(cls, model_dir: str | Path, tokenizer: Tokenizer) -> Self:
-        """Reads `model_dir`/chat_template.jinja, else `chat_template` of tokenizer_config.json (of several, 'default').
+    def load(cls, source: TextSource, tokenizer: Tokenizer) -> Self:
+        """Reads chat_template.jinja, else `chat_template` of tokenizer_config.json (of several, 'default').
 
-        Raises TextError where there is no template or it is broken.
+        They are those of a folder, or packed. Raises TextError where there is no template or it is broken.
         """
-        path, config_path = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer_config.json"
-        config = _read_config(config_path)
-        name, source = str(path), _read(path)
-        if source is None:
-            name, source = f"chat_template of {config_path}", _default_template(config, str(config_path))
-        if source is None:
-            raise TextError(f"{path} is missing: copy it from the checkpoint's release, or use a raw prompt")
+        config = _read_config(source)
+        name, template = label(source, _TEMPLATE), _read(source, _TEMPLATE)
+        if template is None:
+            where = label(source, _CONFIG)
+            name, template = f"chat_template of {where}", _default_template(config, where)
+        if template is None:
+            raise TextError(
+                f"{label(source, _TEMPLATE)} is missing: copy it from the checkpoint's release, or use a raw prompt"
+            )
         special_tokens = {}
         for key in _SPECIAL_TOKENS:
             token = config.get(key)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 special_tokens[key] = text
-        return cls(name, source, special_tokens, tokenizer)
+        return cls(name, template, special_tokens, tokenizer)
 
     def prompt(
         self,
@@ -129,27 +131,26 @@ class ChatTemplate:
         ).text
 
 
-def _read(path: Path) -> str | None:
+def _read(source: TextSource, name: str) -> str | None:
     """The text of a file, None where there is none."""
-    if not os.path.lexists(path):  # a link to nowhere is not missing, and fails below
-        return None
+    content = read_file(source, name)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"{path} cannot be read ({error}): fetch the file again") from error
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(f"{label(source, name)} cannot be read ({error}): fetch the file again") from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(source: TextSource) -> dict[str, Any]:
     """tokenizer_config.json, or {} where there is none: only the special tokens' names would be missed."""
-    text = _read(path)
+    text, where = _read(source, _CONFIG), label(source, _CONFIG)
     if text is None:
         return {}
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TextError(f"{path} is not JSON ({error}): fetch the file again") from error
+        raise TextError(f"{where} is not JSON ({error}): fetch the file again") from error
     if not isinstance(config, dict):
-        raise TextError(f"{path} holds no JSON object: fetch the file again")
+        raise TextError(f"{where} holds no JSON object: fetch the file again")
     return config
 
 

@@ -7,16 +7,15 @@ tokens, so no spelling, normalisation or merge can reach a control token's id
 unless the caller asked for `control=True`.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Self
 
 import tokenizers
 from tokenizers import decoders, models
 
 from cuq1.errors import TextError
+from cuq1.text.source import TextSource, label, read_file
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -59,17 +58,17 @@ class Tokenizer:
         self._bytes_of: list[bytes | None] = [None] * vocab_size
 
     @classmethod
-    def load(cls, model_dir: str | Path, vocab_size: int) -> Self:
-        """Reads `model_dir`/tokenizer.json for a model with `vocab_size` rows of logits.
+    def load(cls, source: TextSource, vocab_size: int) -> Self:
+        """Reads tokenizer.json, of a folder or packed, for a model with `vocab_size` rows of logits.
 
         Raises TextError for a file that is missing, broken, not byte-level BPE,
         or that holds an id the model has no row for.
         """
-        path = Path(model_dir) / "tokenizer.json"
-        if not os.path.lexists(path):  # a link to nowhere is not missing, and fails below
+        path, content = label(source, "tokenizer.json"), read_file(source, "tokenizer.json")
+        if content is None:
             raise TextError(f"{path} is missing: copy tokenizer.json from the checkpoint's release into that folder")
         try:
-            whole = tokenizers.Tokenizer.from_file(str(path))
+            whole = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every fault of the file
             raise TextError(f"{path} cannot be read ({error}): fetch the file again") from error
         if not isinstance(whole.model, models.BPE) or not isinstance(whole.decoder, decoders.ByteLevel):
