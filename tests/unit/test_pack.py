@@ -341,20 +341,17 @@ def test_the_check_of_what_is_left_sees_half_a_file(models, out, monkeypatch):
 
 
 SLOW = """
-import sys, time
-from cuq1 import pack
-from cuq1.checkpoint import int4
-quantise = int4.quantise
-def slow(weights, source):
-    print("busy", flush=True)
-    time.sleep(20)
-    return quantise(weights, source)
-int4.quantise = slow
-if __name__ == "__main__":
-    import runpy
-    sys.argv[0] = "cuq1.pack"
-    del sys.modules["cuq1.pack"]
-    runpy.run_module("cuq1.pack", run_name="__main__")
+import runpy, sys, time
+from cuq1.checkpoint import nanoqwen_writer
+pad = nanoqwen_writer._Body.pad
+def slow(body, position):
+    pad(body, position)
+    if position > 10_000:
+        print("busy", flush=True)
+        time.sleep(20)
+nanoqwen_writer._Body.pad = slow
+sys.argv[0] = "cuq1.pack"
+runpy.run_module("cuq1.pack", run_name="__main__")
 """
 
 
