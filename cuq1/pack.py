@@ -5,6 +5,7 @@ memory stays bounded whatever the model's size.
 """
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -133,7 +134,8 @@ class ProgressBar:
         bar = "#" * (_BAR * done // total)
         speed = done / max(now - self._start, 1e-3)
         text = f"{self._name} [{bar:<{_BAR}}] {done * 100 // total:3}% {done / 1e9:.2f}/{total / 1e9:.2f} GB"
-        sys.stderr.write(f"\r{text} {speed / 1e6:.0f} MB/s\x1b[K")
+        columns = shutil.get_terminal_size().columns - 1  # a longer line would not be overwritten, but followed
+        sys.stderr.write(f"\r{f'{text} {speed / 1e6:.0f} MB/s'[:columns]}\x1b[K")
         sys.stderr.flush()
 
     def close(self) -> None:
@@ -170,7 +172,8 @@ def _run(args: argparse.Namespace) -> int:
         size = pack(args.model, args.out, args.lm_head == "int4", bar)
     finally:
         bar.close()
-    print(f"{args.out}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
+    name = str(args.out).encode(errors="replace").decode()  # it may not be text, but was written all the same
+    print(f"{name}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return 0
 
 

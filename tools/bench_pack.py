@@ -56,16 +56,17 @@ def measure(model: Path, repeats: int) -> dict[str, Any]:
     folder = Qwen2Folder.open(model)
     sources = sorted({folder.index.path(name) for name in folder.index.names})
     source_bytes = sum(path.stat().st_size for path in sources)
-    weights = folder.tensor("model.layers.0.mlp.down_proj.weight").copy()
-    rounding = seconds(lambda: int4.pack(int4.quantise(weights)[0]), max(repeats, 5))
     with tempfile.TemporaryDirectory(dir=model.resolve().parent) as scratch:
         out = Path(scratch) / "m.nanoqwen"
         command = [sys.executable, "-m", "cuq1.pack", str(model.resolve()), str(out)]
         packing = seconds(lambda: subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL), repeats)
+        # first of all, since a process starts with the peak of the one that starts it
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         size = out.stat().st_size
         opening = seconds(lambda: Nanoqwen.open(out), repeats)
         least = seconds(lambda: copy(sources, Path(scratch) / "copy", size), repeats)
+    weights = folder.tensor("model.layers.0.mlp.down_proj.weight").copy()
+    rounding = seconds(lambda: int4.pack(int4.quantise(weights)[0]), max(repeats, 5))
     return {
         "model": model.name,
         "source_mb": round(source_bytes / 1e6, 1),

@@ -100,6 +100,13 @@ def _umask():
     return mask
 
 
+def test_a_name_that_is_no_text(models, out, capsys):
+    name = os.fsdecode(os.fsencode(out.parent) + b"/\xff.nanoqwen")
+    assert main([str(models / "tied"), name]) == 0
+    assert "/?.nanoqwen: 1.3 MB in" in capsys.readouterr().out
+    Nanoqwen.open(name)
+
+
 def test_an_int4_head_of_its_own_is_smaller(models, out):
     assert pack(models / "untied", out, True) < pack(models / "untied", out)
 
@@ -114,10 +121,17 @@ def test_shards_make_no_difference(models, out):
 def test_the_progress_bar_on_a_terminal(models, out):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "cuq1.pack", str(models / "tied"), str(out)]
-    done = subprocess.run(command, stderr=slave, stdout=subprocess.PIPE, cwd=ROOT, check=True, timeout=60)
-    os.close(slave)
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        command, stderr=slave, stdout=subprocess.PIPE, cwd=ROOT, env=environment, check=True, timeout=60
+    )
     shown = os.read(master, 1 << 16).decode()
+    environment["COLUMNS"] = "40"
+    subprocess.run(command, stderr=slave, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment, check=True, timeout=60)
+    narrow = os.read(master, 1 << 16).decode()
+    os.close(slave)
     os.close(master)
+    assert all(len(line) < 40 for line in narrow.replace("\x1b[K", "").strip().split("\r"))
     assert "\rm.nanoqwen [" in shown
     assert f"[{'#' * 30}] 100%" in shown
     assert "MB/s" in shown
