@@ -7,7 +7,10 @@ from cuq1.plan.kernel import Kernel
 
 
 def control(dims: Dims) -> Kernel:
-    """Launches the next draft depth or ends the round; twin: SequenceEngine's rounds."""
+    """Launches the next draft depth or ends the round; twin: SequenceEngine's rounds.
+
+    Where ranks exchange, by what all of them have agreed on (accept); twin: tests' `control.decide`.
+    """
     defines = common(dims)
     return Kernel("control.cu", "control", ControlArgs, defines, (1, 1, 1), 32, max_registers=64, device_runtime=True)
 

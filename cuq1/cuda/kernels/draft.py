@@ -23,7 +23,10 @@ def eh_splits(dims: Dims) -> int:
 
 
 def eh_proj(dims: Dims) -> Kernel:
-    """The rank's rows of eh_proj([rms(embed(token), enorm) ; rms(hidden, hnorm)]): twins.draft.eh_proj."""
+    """The rank's rows of eh_proj([rms(embed(token), enorm) ; rms(hidden, hnorm)]): twins.draft.eh_proj.
+
+    out float32 [eh_splits, 8, hidden], columns first_row onwards; where ranks exchange, in the inbox of each.
+    """
     splits = eh_splits(dims)
     return Kernel(
         "draft.cu",
