@@ -5,7 +5,8 @@
 Starts its ranks itself, a GPU each, and prints a JSON line for each check; the last one says whether all passed, as
 does the exit status (0, else 1; 2 where multicast cannot be used here). MULTICAST OBJECTS ARE MADE ON THE GPUS OF THIS
 MACHINE, which nothing else of cuq1 does: run it where nobody else needs them, and where you may reset them.
---peer-loads makes none: kernels load each rank's memory in the switch's place, which tests this tool, not the switch.
+--peer-loads makes none: kernels load each rank's memory in the switch's place, which tests this tool and the kernels'
+logic, not the switch; `time` says nothing then.
 
 Each exchange has 1 to 8 rows of 3072 columns; ranks pause at random. Both paths get the same partials. Of each kind of
 numbers (plain, whole, cancelling, subnormal, zeros, largest) the sums are compared:
