@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cuq1.checkpoint import int4
-from cuq1.checkpoint.nanoqwen_header import FILES, Dims
+from cuq1.checkpoint.nanoqwen_dims import Dims
+from cuq1.checkpoint.nanoqwen_header import FILES
 from cuq1.checkpoint.nanoqwen_writer import Pieces, write_nanoqwen
 from cuq1.checkpoint.qwen2_folder import EMBEDDING, NORM, Qwen2Folder
 from cuq1.cli import Parser, guarded

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cuq1.checkpoint import int4
-from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, Dims, Header, Place, decode_header
+from cuq1.checkpoint.nanoqwen_dims import Dims, Place
+from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, Header, decode_header
 from cuq1.config import parse_json
 from cuq1.config_qwen2 import Qwen2Config, parse_qwen2
 from cuq1.errors import CheckpointError

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, Dims, Header
+from cuq1.checkpoint.nanoqwen_dims import Dims
+from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, Header
 from cuq1.errors import CheckpointError
 
 Pieces = Iterator[tuple[str, npt.NDArray[Any]]]
