@@ -36,8 +36,8 @@ def load_weights(weights: RankWeights, address: int, stream: int, progress: Prog
 def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> None:
     """Fill an arena with random finite weights of such sizes that every product's results are of order 1.
 
-    The same seed gives the same bytes, and all ranks the same of what is not split. Norms are about 1, folded routing is
-    that of the random router.
+    The same seed gives the same bytes, and all ranks the same of what is not split. Norms are about 1, folded routing
+    is that of the random router.
     """
     with DeviceArena(address, stream) as arena:
         arena.clear(layout.nbytes)

@@ -26,7 +26,8 @@ class Fill:
 
     def seed(self, seed: int, number: int, rank: int) -> int:
         """Of fill `number` of a rank's."""
-        return seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + (0 if self.shared else rank * 0x8CB92BA72F3D8DD7)
+        own = 0 if self.shared else rank * 0x8CB92BA72F3D8DD7
+        return seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + own
 
 
 def fills(layout: Layout) -> list[Fill]:

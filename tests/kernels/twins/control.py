@@ -2,7 +2,6 @@
 
 from cuq1.cuda import abi
 
-
 FAULT_PEER = abi.constant("FAULT_PEER")
 COUNT = 1 << 31  # of Mirror.read's values, as ranks tell them
 
