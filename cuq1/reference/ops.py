@@ -80,14 +80,14 @@ def attention(
     q: F32,
     k: F32,
     v: F32,
-    sink_k: F32,
+    sink_k: F32 | None,
     q_positions: NDArray[np.int64],
     k_start: int,
     window: int | None,
     scale: float,
     tile: int = TILE_ROWS,
 ) -> F32:
-    """Causal grouped-query attention of at most `tile` queries, with a sink of zero value.
+    """Causal grouped-query attention of at most `tile` queries, with a sink of zero value where there is one.
 
     q: [rows, heads, head_dim], after norm and RoPE; k, v: [kv_heads, tiles,
     TILE_KEYS, head_dim], holding positions from k_start on, a multiple of
@@ -110,10 +110,14 @@ def attention(
         hidden |= distance >= window
     scores += np.where(hidden, np.float32(-np.inf), np.float32(0)).reshape(tile, tiles, TILE_KEYS).swapaxes(0, 1)
 
-    sink = np.float32(scale) * (grouped * sink_k[:, None, None]).sum(axis=-1)  # [kv_heads, group, tile]
-    peak = np.maximum(scores.max(axis=(2, 4)), sink)
+    peak = scores.max(axis=(2, 4))  # [kv_heads, group, tile]
+    if sink_k is not None:
+        sink = np.float32(scale) * (grouped * sink_k[:, None, None]).sum(axis=-1)
+        peak = np.maximum(peak, sink)
     scores -= peak[:, :, None, :, None]
     np.exp(scores, out=scores)
-    total = scores.sum(axis=-1).sum(axis=2) + np.exp(sink - peak)
+    total = scores.sum(axis=-1).sum(axis=2)
+    if sink_k is not None:
+        total += np.exp(sink - peak)
     out: F32 = (scores @ v[:, None]).sum(axis=2) / total[..., None]
     return out.transpose(2, 0, 1, 3).reshape(tile, heads, dim)[:rows]
