@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cuq1.checkpoint.qwen2 import Qwen2Model, is_qwen2, open_qwen2
 from cuq1.errors import DeviceError, RequestError
 from cuq1.parallel.rendezvous import WORLD, Rendezvous
 from cuq1.sampling.params import DecodeParams
@@ -70,7 +71,7 @@ class Engine(Protocol):
 
 
 def open_engine(
-    model_dir: str | Path,
+    model: str | Path | Qwen2Model,
     device: Device = "auto",
     tp: int = 1,
     *,
@@ -79,7 +80,7 @@ def open_engine(
     loop: Loop = "device",
     meeting: Rendezvous | None = None,
 ) -> Engine:
-    """Load a checkpoint folder into an engine.
+    """Load a model into an engine: a checkpoint folder, a .nanoqwen file, or a Qwen2 model that is open already.
 
     device: "cpu" is the NumPy engine, "cuda" a GPU a rank; "auto" takes GPUs where there is a usable one and, with
     several ranks, where this process is one of them. tp: the number of ranks whose shares compute: on the CPU one after
@@ -88,8 +89,9 @@ def open_engine(
     (SystemExit). meeting: the run's rendezvous, where the caller has one already; it stays the caller's.
 
     progress(done, total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3,
-    on the GPU alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Raises
-    ConfigError, CheckpointError, DeviceError, RequestError or, where another rank failed, LaunchError.
+    on the GPU alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Qwen2 models are
+    computed on the CPU, by one rank. Raises ConfigError, CheckpointError, DeviceError, RequestError or, where another
+    rank failed, LaunchError.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device must be auto, cpu or cuda, not {device!r}")
@@ -99,14 +101,25 @@ def open_engine(
         raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
     if loop not in ("device", "host"):
         raise RequestError(f"loop must be device or host, not {loop!r}")
+    if not isinstance(model, str | Path) or is_qwen2(model):
+        check_qwen2(device, tp, activations)
+        return _open_qwen2(open_qwen2(model) if isinstance(model, str | Path) else model, progress)
     if device == "auto":
         device = "cuda" if (os.environ.get(WORLD) == str(tp) if tp > 1 else usable_gpu()) else "cpu"
     if device == "cuda":
-        open_one = partial(_open_cuda, model_dir, tp, progress, activations, loop)
+        open_one = partial(_open_cuda, model, tp, progress, activations, loop)
         return open_one(None) if tp == 1 else _open_ranks(open_one, tp, meeting)
     if activations != "f16":
         raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
-    return _open_cpu(model_dir, tp, progress)
+    return _open_cpu(model, tp, progress)
+
+
+def check_qwen2(device: Device, tp: int, activations: Activations) -> None:
+    """DeviceError for what only a GPU engine would compute of a Qwen2 model."""
+    if device == "cuda" or tp > 1 or activations != "f16":
+        raise DeviceError(
+            "there is no GPU engine for Qwen2 models yet: use device cpu or auto, one rank and activations f16"
+        )
 
 
 def usable_gpu() -> bool:
@@ -136,6 +149,12 @@ def _open_cpu(model_dir: str | Path, tp: int, progress: Callable[[int, int], Non
     from cuq1.reference.engine import ReferenceEngine  # noqa: PLC0415
 
     return ReferenceEngine(model_dir, tp, progress=progress)
+
+
+def _open_qwen2(model: Qwen2Model, progress: Callable[[int, int], None] | None) -> Engine:
+    from cuq1.reference.qwen2_engine import Qwen2Engine  # noqa: PLC0415
+
+    return Qwen2Engine(model, progress=progress)
 
 
 def _open_cuda(

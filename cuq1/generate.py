@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cuq1.answer import Answer, Clock, PlainWriter, TerminalWriter
-from cuq1.checkpoint import RankShare
 from cuq1.cli import INTERRUPTED, Parser, guarded
-from cuq1.config import load_config, load_sampling_defaults
 from cuq1.cuda.driver import require_devices
-from cuq1.engine import Engine, has_gpus, open_engine
+from cuq1.description import Description
+from cuq1.engine import Engine, check_qwen2, has_gpus, open_engine
 from cuq1.errors import RequestError, TextError
 from cuq1.parallel.rank import Part, as_rank, launched
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
@@ -43,7 +42,9 @@ def _draft(text: str) -> int | str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m cuq1.generate", description="Generate text with a local model.")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the bundled nano model)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="checkpoint folder or .nanoqwen file (default: the bundled nano model)"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="raw prompt; control tokens in it count")
     source.add_argument("--prompt-file", metavar="FILE", help="raw prompt from a UTF-8 file, - for stdin")
@@ -131,13 +132,14 @@ class _Request:
     tools: list[dict[str, Any]] | None
 
 
-def _request(options: argparse.Namespace, model: Path, tokenizer: Tokenizer) -> _Request:
+def _request(options: argparse.Namespace, model: Description, tokenizer: Tokenizer) -> _Request:
     if options.prompt is not None or options.prompt_file is not None:
         text = options.prompt if options.prompt is not None else _read_text(options.prompt_file)
         return _Request(tokenizer.encode(text, control=True), False, None)
     messages = [{"role": "user", "content": options.chat}] if options.chat is not None else _read_json(options.messages)
     tools = check_tools(_read_json(options.tools)) if options.tools is not None else None
-    prompt = ChatTemplate.load(model, tokenizer).prompt(messages, tools=tools, enable_thinking=not options.no_thinking)
+    template = ChatTemplate.load(model.text, tokenizer)
+    prompt = template.prompt(messages, tools=tools, enable_thinking=not options.no_thinking)
     return _Request(prompt.ids, prompt.in_reasoning, tools)
 
 
@@ -156,15 +158,15 @@ def _progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def _model(options: argparse.Namespace) -> Path:
+def _model(options: argparse.Namespace) -> Description:
     nano = Path(str(resources.files("cuq1") / "assets" / "iquest-q1-nano"))
-    return nano if options.model is None else Path(options.model)
+    return Description.open(nano if options.model is None else Path(options.model))
 
 
-def _engine(options: argparse.Namespace, part: Part | None) -> Engine:
+def _engine(options: argparse.Namespace, model: Description, part: Part | None) -> Engine:
     progress = _progress if sys.stderr.isatty() else None
     return open_engine(
-        _model(options),
+        model.source,
         options.device,
         options.tp,
         progress=progress,
@@ -174,24 +176,19 @@ def _engine(options: argparse.Namespace, part: Part | None) -> Engine:
     )
 
 
-def _generate(options: argparse.Namespace, part: Part | None) -> int:
+def _generate(options: argparse.Namespace, model: Description, part: Part | None, started: float) -> int:
     """Everything that can be refused is checked before the weights are read, and before other ranks start."""
-    started = time.perf_counter()
-    model = _model(options)
-    config, draft_config = load_config(model)
-    if draft_config is not None:
-        RankShare(draft_config.layer, options.tp)
-    params = _params(options, DecodeParams(**vars(load_sampling_defaults(model, config))))
-    check_draft(params.draft, 0 if draft_config is None else draft_config.num_draft_slots)
-    tokenizer = Tokenizer.load(model, config.vocab_size)
+    params = _params(options, DecodeParams(**vars(model.sampling)))
+    check_draft(params.draft, model.max_drafts)
+    tokenizer = Tokenizer.load(model.text, model.vocab_size)
     request = _request(options, model, tokenizer)
-    ids = check_prompt(request.ids, config.vocab_size, config.max_position_embeddings, room=1)
+    ids = check_prompt(request.ids, model.vocab_size, model.context, room=1)
     output = OutputStream(tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning)
     writer = None if options.json else TerminalWriter() if sys.stdout.isatty() else PlainWriter()
     if part is not None and options.device == "cuda" and options.tp > 1:
         require_devices(options.tp)
         part.begin()
-    with _engine(options, part) as engine:
+    with _engine(options, model, part) as engine:
         loaded = time.perf_counter()
         answer = Answer(len(ids), output, params.stop_tokens, writer, Clock(started, loaded, loaded))
         return _answer(engine, ids, params, answer, options)
@@ -215,29 +212,33 @@ def _answer(engine: Engine, ids: list[int], params: DecodeParams, answer: Answer
 
 
 def _run(argv: Sequence[str] | None, part: Part | None) -> int:
+    started = time.perf_counter()
     options = _arguments(argv)
-    options.tp, options.device = _ranks(options, part)
+    model = _model(options)
+    options.tp, options.device = _ranks(options, model, part)
     if part is None and options.tp > 1 and options.device == "cuda":
         return _launch(options, sys.argv[1:] if argv is None else argv)
     if part is not None and not part.channel.leads:
-        with _engine(options, part):
+        with _engine(options, model, part):
             raise AssertionError("a rank that follows has no engine to call")
     if isinstance(sys.stdout, TextIOWrapper):
         if sys.stdout.isatty():
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
         else:
             sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-    return _generate(options, part)
+    return _generate(options, model, part, started)
 
 
-def _ranks(options: argparse.Namespace, part: Part | None) -> tuple[int, str]:
+def _ranks(options: argparse.Namespace, model: Description, part: Part | None) -> tuple[int, str]:
     """How many ranks share the model, and on what: several are on GPUs where there are any."""
     world = 1 if part is None else part.meeting.world
     tp = world if options.tp is None else options.tp
     if tp < 1:
         raise RequestError(f"--tp must be at least 1, not {tp}")
-    if tp > 1:
-        RankShare(load_config(_model(options))[0], tp)  # refuses a number that does not divide the model
+    if model.is_qwen2:
+        check_qwen2(options.device, tp, options.activations)
+        return 1, "cpu"
+    model.check_ranks(tp)
     if options.device == "cpu" or tp == world == 1:
         return tp, options.device
     if part is not None and tp != world:

@@ -5,18 +5,29 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import index
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuq1.config import Q1Config
 from cuq1.errors import RequestError
 from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
 from cuq1.sampling.rng import fresh_seed
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
 
 PREFILL_CHUNK = 256
+
+
+class Limits(Protocol):
+    """What a sequence has to know of a model's config."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The largest number of tokens that a sequence can have."""
 
 
 class SequenceEngine(ABC):
@@ -26,7 +37,7 @@ class SequenceEngine(ABC):
     the target's caches hold; the sequence's other tokens are pending, one of them while a request runs.
     """
 
-    config: Q1Config
+    config: Limits
     default_params: DecodeParams
     chunk: int = PREFILL_CHUNK  # rows of a prefill pass, where the caller names none
 

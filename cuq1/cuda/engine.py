@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.checkpoint import Checkpoint
-from cuq1.config import load_sampling_defaults
+from cuq1.config import Q1Config, load_sampling_defaults
 from cuq1.cuda import abi
 from cuq1.cuda.abandon import let_go
 from cuq1.cuda.driver import open_device, require_devices
@@ -78,7 +78,7 @@ class CudaEngine(SequenceEngine):
         if activations not in ("f16", "fp8"):
             raise RequestError(f"activations must be f16 or fp8, not {activations!r}")
         checkpoint = Checkpoint.open(model_dir)
-        self.config = checkpoint.config
+        self.config: Q1Config = checkpoint.config
         self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
         self._context = min(self.config.max_position_embeddings, capacity or self.config.max_position_embeddings)
         ranks = Ranks(meeting) if meeting is not None and tp > 1 else None

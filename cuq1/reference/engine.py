@@ -8,7 +8,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from cuq1.checkpoint import Checkpoint
-from cuq1.config import load_sampling_defaults
+from cuq1.config import Q1Config, load_sampling_defaults
 from cuq1.errors import DeviceError
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
@@ -43,7 +43,7 @@ class ReferenceEngine(SequenceEngine):
     ) -> None:
         super().__init__()
         checkpoint = Checkpoint.open(model_dir)
-        self.config = checkpoint.config
+        self.config: Q1Config = checkpoint.config
         self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
         self._target_weights = load_target(checkpoint, tp, progress)
         self._draft_weights = load_draft(checkpoint, tp)
