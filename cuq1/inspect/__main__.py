@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cuq1.checkpoint.qwen2 import is_qwen2
 from cuq1.cli import Parser, guarded
+from cuq1.errors import ConfigError
+from cuq1.inspect.qwen2 import qwen2_report, render_qwen2
 from cuq1.inspect.render import render
 from cuq1.inspect.report import report
 
@@ -45,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _inspect(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="cuq1.inspect", description="Sizes of a checkpoint and the floor of its decode round.")
-    parser.add_argument("dir", type=Path, help="folder with config.json, with or without weights")
+    parser.add_argument(
+        "model", type=Path, help="folder with config.json, with or without weights, or a .nanoqwen file"
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--context", type=int, metavar="N", help="positions in the KV cache (default: several)")
     parser.add_argument(
@@ -60,17 +65,23 @@ def _inspect(argv: Sequence[str] | None) -> int:
         "--link", type=_bandwidth, metavar="B/s", help=f"with --plan: to other ranks (default {DEFAULT_LINK})"
     )
     args = parser.parse_args(argv)
+    qwen2 = is_qwen2(args.model)
+    if qwen2 and (args.plan or args.tp != 1):
+        raise ConfigError(f"{args.model} is a Qwen2 model, which has no GPU engine yet: leave out --plan and --tp")
     if args.plan:
         from cuq1.inspect.plan import plan_report, render_plan  # noqa: PLC0415  (kernels' sizes, for this alone)
 
         rank, rows = args.rank or 0, 8 if args.rows is None else args.rows
         link = parse_bandwidth(DEFAULT_LINK) if args.link is None else args.link
-        found = plan_report(args.dir, args.tp, rank, rows, args.context, args.distinct, args.bandwidth, link)
+        found = plan_report(args.model, args.tp, rank, rows, args.context, args.distinct, args.bandwidth, link)
         text = render_plan(found)
     elif any(value is not None for value in (args.rank, args.rows, args.distinct, args.link)):
         parser.error("--rank, --rows, --distinct and --link choose what --plan prints: give --plan as well")
+    elif qwen2:
+        found = qwen2_report(args.model, args.context, args.bandwidth)
+        text = render_qwen2(found)
     else:
-        found = report(args.dir, args.tp, args.context, args.bandwidth)
+        found = report(args.model, args.tp, args.context, args.bandwidth)
         text = render(found)
     print(json.dumps(found, indent=2, allow_nan=False) if args.json else text, flush=True)
     return 0

@@ -19,7 +19,7 @@ def render(found: dict[str, Any]) -> str:
     parts = [(part, size_text(size)) for part, size in floor["part_bytes"].items()]
     blocks.append((f"{rank} reads", aligned(parts, right=(1,))))
     blocks.append((f"floor of a round at {floor['bandwidth'] / 1e12:g} TB/s", _rounds(floor)))
-    read = [(str(row["context"]), size_text(row["bytes"]), _ms(row["ms"])) for row in found["kv"]["read"]]
+    read = [(str(row["context"]), size_text(row["bytes"]), ms_text(row["ms"])) for row in found["kv"]["read"]]
     blocks.append(("KV on top", aligned([("context", "bytes", "ms"), *read], right=range(3))))
     return "\n\n".join(f"{title}\n{table}" for title, table in blocks)
 
@@ -38,10 +38,10 @@ def _overview(size: dict[str, Any], counts: dict[str, int]) -> list[Row]:
         ("vocabulary", str(size["vocab_size"])),
         ("context", f"{size['context']}, sliding window {size['sliding_window']}"),
         ("weights", size["weights"]),
-        ("parameters", f"{_count(counts['target'])}, {_count(counts['target_active'])} active a token"),
+        ("parameters", f"{count_text(counts['target'])}, {count_text(counts['target_active'])} active a token"),
     ]
     if "draft" in counts:
-        draft = f"{_count(counts['draft'])} parameters, {_count(counts['draft_active'])} active a depth"
+        draft = f"{count_text(counts['draft'])} parameters, {count_text(counts['draft_active'])} active a depth"
         rows.append(("draft", f"{draft}; {size['draft_slots']} slots, window {size['draft_window']}"))
     return rows
 
@@ -59,8 +59,10 @@ def _rounds(floor: dict[str, Any]) -> str:
     head: Row = ("distinct experts a layer", "target", "ms")
     table: list[Row] = []
     for row in floor["rounds"]:
-        line: Row = (f"{row['distinct_experts']:g}", size_text(row["target_bytes"]), _ms(row["target_ms"]))
-        table.append((*line, size_text(row["round_bytes"]), _ms(row["round_ms"])) if floor["draft_depths"] else line)
+        line: Row = (f"{row['distinct_experts']:g}", size_text(row["target_bytes"]), ms_text(row["target_ms"]))
+        table.append(
+            (*line, size_text(row["round_bytes"]), ms_text(row["round_ms"])) if floor["draft_depths"] else line
+        )
     if floor["draft_depths"]:
         head = (*head, f"with {floor['draft_depths']} draft depths", "ms")
     return aligned([head, *table], right=range(len(head)))
@@ -94,11 +96,11 @@ def size_text(size: float) -> str:
     return f"{value:.{digits}f} {prefix}B"
 
 
-def _count(count: int) -> str:
+def count_text(count: int) -> str:
     """Parameters, where a G is a B(illion)."""
     value, prefix = _scaled(count)
     return f"{value:.1f} {'B' if prefix == 'G' else prefix}"
 
 
-def _ms(milliseconds: float) -> str:
+def ms_text(milliseconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds >= 0.1 else f"{milliseconds:.2g}"

@@ -27,6 +27,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (r"\.mlp\.experts\.", "experts"),
     (r"\.mlp\.(gate|up|down)_proj\.weight$", "dense MLP"),
     (r"norm\.weight$", "norms"),
+    (r"\.bias$", "biases"),
 )
 
 
@@ -41,20 +42,37 @@ def report(folder: Path, tp: int, context: int | None, bandwidth: float) -> dict
     RankShare(config, tp)  # refuses a tp that does not divide the model
     if draft is not None:
         RankShare(draft.layer, tp)
-    longest = config.max_position_embeddings
-    if context is not None and not 1 <= context <= longest:
-        raise ConfigError(f"context {context} is outside this model's: choose one from 1 to {longest}")
-    weights = any(path.name.endswith((".safetensors", ".safetensors.index.json")) for path in _files(folder))
-    contexts = [length for length in CONTEXTS if length <= longest] or [longest]
+    contexts = chosen_contexts(config.max_position_embeddings, context)
     return {
-        "path": str(folder).encode(errors="replace").decode(),  # a name that is not UTF-8 could not be printed
+        "path": printable(folder),
         "config": _sizes(config, draft),
         "parameters": _parameters(config, draft),
-        **(_stored(Checkpoint.open(folder), tp) if weights else {"rank_bytes": _estimated(config, draft, tp)}),
+        **(
+            _stored(Checkpoint.open(folder), tp)
+            if has_weights(folder)
+            else {"rank_bytes": _estimated(config, draft, tp)}
+        ),
         "tp": tp,
-        "kv": _kv(config, tp, contexts if context is None else [context], bandwidth),
+        "kv": _kv(config, tp, contexts, bandwidth),
         "floor": _floor(config, draft, tp, bandwidth),
     }
+
+
+def chosen_contexts(longest: int, context: int | None) -> list[int]:
+    """The one that was asked for, else several of those that the model has; ConfigError for one that it has not."""
+    if context is not None and not 1 <= context <= longest:
+        raise ConfigError(f"context {context} is outside this model's: choose one from 1 to {longest}")
+    return [length for length in CONTEXTS if length <= longest] or [longest] if context is None else [context]
+
+
+def printable(path: Path) -> str:
+    """A path as text; a name that is not UTF-8 could not be printed."""
+    return str(path).encode(errors="replace").decode()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are tensors beside the config."""
+    return any(path.name.endswith((".safetensors", ".safetensors.index.json")) for path in _files(folder))
 
 
 def _files(folder: Path) -> Iterable[Path]:
@@ -100,10 +118,10 @@ def _parameters(config: Q1Config, draft: DraftConfig | None) -> dict[str, int]:
 def _stored(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     """What lies on disk, and what rank 0 holds of it."""
     rank = {"target": sum(leaf.nbytes for _, leaf in leaves(checkpoint.target(tp)))}
-    tensors = {"target": _by_kind(checkpoint.target_index)}
+    tensors = {"target": by_kind(checkpoint.target_index)}
     if checkpoint.draft_index is not None:
         rank["draft"] = sum(leaf.nbytes for _, leaf in leaves(checkpoint.draft(tp)))
-        tensors["draft"] = _by_kind(checkpoint.draft_index)
+        tensors["draft"] = by_kind(checkpoint.draft_index)
     return {"tensors": tensors, "rank_bytes": rank}
 
 
@@ -112,7 +130,8 @@ def _estimated(config: Q1Config, draft: DraftConfig | None, tp: int) -> dict[str
     return rank if draft is None else rank | {"draft": cost.draft_resident_bytes(draft, tp)}
 
 
-def _by_kind(index: Index) -> list[dict[str, Any]]:
+def by_kind(index: Index) -> list[dict[str, Any]]:
+    """Number, dtypes and bytes of an index's tensors of each kind, the largest first."""
     kinds: dict[str, dict[str, Any]] = {}
     for name in index.names:
         kind = next((kind for pattern, kind in KINDS if re.search(pattern, name)), "other")

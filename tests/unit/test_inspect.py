@@ -132,7 +132,7 @@ def test_bandwidths_that_are_none(value):
     ("arguments", "says"),
     [
         (["nowhere"], "nowhere/config.json does not exist"),
-        ([str(NANO / "config.json")], "cannot be read (Not a directory): check the path"),
+        ([str(NANO / "config.json")], "is not a .nanoqwen file"),
         (
             [str(NANO), "--tp", "8"],
             "tp 8 does not divide this model (num_attention_heads is 12): choose one of 1, 2, 4",
@@ -145,7 +145,7 @@ def test_bandwidths_that_are_none(value):
             [str(NANO), "--bandwidth", "fast"],
             "'fast' is not a bandwidth of at least 1 byte/s: write bytes a second, as 4.5e12 or 4.5TB/s",
         ),
-        ([], "the following arguments are required: dir"),
+        ([], "the following arguments are required: model"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(capsys, arguments, says):

@@ -1,0 +1,91 @@
+"""python -m cuq1.inspect of Qwen2 models."""
+
+import json
+
+import pytest
+
+from cuq1.checkpoint.nanoqwen import Nanoqwen
+from cuq1.inspect.__main__ import main
+from cuq1.pack import pack
+from tools.checkpoint_qwen2 import NAMES, qwen2_config
+from tools.make_checkpoint import write_qwen2_checkpoint
+
+
+@pytest.fixture
+def shown(capsys):
+    def call(*arguments, status=0):
+        assert main([str(argument) for argument in arguments]) == status
+        out, err = capsys.readouterr()
+        assert (err == "", out == "") == (status == 0, status != 0)
+        return out or err
+
+    return call
+
+
+def only_config(folder, name):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(qwen2_config(name)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "kv"),
+    [("0.5b", 494_032_768, 12_288), ("7b", 7_615_616_512, 57_344), ("32b", 32_763_876_352, 262_144)],
+)
+def test_a_config_is_enough(shown, tmp_path, size, parameters, kv):
+    folder = only_config(tmp_path / "hf", f"qwen2.5-coder-{size}")
+    found = json.loads(shown(folder, "--json", "--bandwidth", "4e12", "--context", 1000))
+    assert found["parameters"] == parameters
+    assert found["kv"] == {
+        "bytes_per_token": kv,
+        "read": [{"context": 1000, "bytes": 1000 * kv, "ms": pytest.approx(kv / 4e6)}],
+    }
+    assert "tensors" not in found
+
+
+def test_what_a_token_reads_of_the_7b(shown, tmp_path):
+    """Of 152,064 x 3,584 halves twice, the embedding is not read."""
+    folder = only_config(tmp_path / "hf", "qwen2.5-coder-7b")
+    fp16, int4 = json.loads(shown(folder, "--json"))["packed"]
+    vocab = 152_064 * 3_584
+    linears = 7_615_616_512 - 2 * vocab - 3_584 - 28 * (2 * 3_584 + 3_584 + 2 * 512)
+    codes = linears // 2 + linears // 128 * 2
+    assert fp16["bytes"] - fp16["read_bytes"] == int4["bytes"] - int4["read_bytes"] == 2 * vocab
+    assert fp16["read_bytes"] == pytest.approx(codes + 2 * vocab, rel=1e-3)
+    assert int4["read_bytes"] == pytest.approx(codes + vocab * (1 / 2 + 2 / 128), rel=1e-3)
+    lines = [" ".join(line.split()) for line in shown(folder).splitlines()]
+    assert "fp16 5.55 GB 4.46 GB 0.99" in lines
+    assert "heads 28 query, 4 KV, of 128" in lines
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-tiny")])
+@pytest.mark.parametrize("head", ["fp16", "int4"])
+def test_folder_and_packed_file_agree(shown, tmp_path, name, head):
+    hf = write_qwen2_checkpoint(tmp_path / "hf", qwen2_config(name), shards=2)
+    file = tmp_path / "m.nanoqwen"
+    pack(hf, file, int4_head=head == "int4")
+    folder, packed = (json.loads(shown(path, "--json")) for path in (hf, file))
+    assert packed["packed"] == [row for row in folder["packed"] if row["lm_head"] == head]
+    header = Nanoqwen.open(file).header
+    assert packed["packed"][0]["bytes"] == header.checksums_offset - header.tensors_offset
+    assert sum(row["bytes"] for row in folder["tensors"]) == 2 * folder["parameters"]
+    stored = sum(row["bytes"] for row in packed["tensors"])
+    assert 0 <= packed["packed"][0]["bytes"] - stored < 128 * sum(row["tensors"] for row in packed["tensors"])
+    for key in ("config", "parameters", "kv"):
+        assert folder[key] == packed[key]
+    assert "INT4 codes" in shown(file)
+
+
+def test_what_cannot_be_shown_is_one_sentence(shown, tmp_path):
+    folder = only_config(tmp_path / "hf", NAMES[-1])
+    for arguments, says in (
+        ((folder, "--plan"), "no GPU engine yet"),
+        ((folder, "--tp", 2), "no GPU engine yet"),
+        ((folder, "--context", 8193), "context 8193 is outside this model's: choose one from 1 to 8192"),
+        ((tmp_path / "a.nanoqwen",), "a.nanoqwen does not exist"),
+    ):
+        message = shown(*arguments, status=2)
+        assert says in message
+        assert message.count("\n") == 1
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "weight_map" in shown(folder, status=2)
