@@ -161,6 +161,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name in options.checks:
         if name not in CHECKS:
             raise RequestError(f"there is no check {name}: choose from {', '.join(CHECKS)}")
+    if "seeded" in options.checks and "host" not in options.loops:
+        raise RequestError("the check seeded looks at rounds that the host steps: leave --loops out")
+    options.loops = [loop for loop in LOOPS if loop in options.loops]
     return options
 
 

@@ -132,9 +132,9 @@ def test_partings_are_as_many_as_the_distributions_make():
     for error in (0.002, 0.02):
         found = compared(error)
         assert found["failed"] == 0
-        assert found["drawn"] > 0
-        assert abs(found["drawn"] - found["expected"]) < 4 * found["expected"] ** 0.5 + 2, found
-    assert compared(0.0, requests=10)["drawn"] == 0
+        assert len(found["parted"]) > 0
+        assert abs(len(found["parted"]) - found["expected"]) < 4 * found["expected"] ** 0.5 + 2, found
+    assert compared(0.0, requests=10)["parted"] == []
 
 
 def test_an_engine_that_draws_from_other_numbers_is_found_out():
