@@ -178,10 +178,15 @@ def judge(world, expected, before, faults):
     assert world.inboxes.ready_words() == 0, f"{world.inboxes.ready_words()} words are left in inboxes"
 
 
-def play(world, rng, rounds=2, patch=None, limit=None):
-    """A request from its first token on: each launch's states against the twin's."""
+def play(world, rng, rounds=2, patch=None, limit=None, wide=False):
+    """A request from its first token on: each launch's states against the twin's.
+
+    wide: one that draws from many candidates, so that every rank's count.
+    """
     state = random_states(rng, 1)[0]
     state["top_k"] = rng.choice([1, 20, 32])
+    if wide:
+        state["top_k"], state["temperature"], state["top_p"] = 32, 2, 1
     if limit is not None:
         state["draft_limit"] = limit
     places = world.places
@@ -241,7 +246,7 @@ PATCHES = {
 def test_the_check_rejects(gpu, patch):
     rng = fresh()
     with world_of(gpu, EXCHANGED["nano, 2 ranks"]) as world, pytest.raises(AssertionError):
-        play(world, rng, rounds=12, patch=patch, limit=5)
+        play(world, rng, rounds=12, patch=patch, limit=5, wide=True)
 
 
 @pytest.mark.gpu
