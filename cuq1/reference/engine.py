@@ -1,31 +1,28 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import Q1Config, load_sampling_defaults
-from cuq1.errors import DeviceError
+from cuq1.reference.cpu import CpuEngine
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
 from cuq1.reference.q1 import TargetForward
 from cuq1.reference.weights import load_draft, load_target
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.filter import Distribution, filtered
-from cuq1.sampling.params import DecodeParams, check_prompt
+from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
 from cuq1.sampling.speculative import Verdict, draw, verify
-from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
 FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
 
 
-class ReferenceEngine(SequenceEngine):
+class ReferenceEngine(CpuEngine):
     """One request at a time on the CPU, in FP32, with no activation quantisation.
 
     tp > 1 computes with that many ranks' shares and sums them as the ranks of a
@@ -49,35 +46,23 @@ class ReferenceEngine(SequenceEngine):
         self._draft_weights = load_draft(checkpoint, tp)
         self._draft_config = checkpoint.draft_config
         self._rule = depth_rule or default_rule()
-        self._blas = ThreadpoolController()
         self._reset()
 
     def _reset(self) -> None:
         """An empty sequence. Raises DeviceError where memory does not hold the caches."""
-        try:
-            self._new_caches()
-        except MemoryError:
-            raise DeviceError(
-                f"this machine's memory does not hold the caches of a context of {self.context}: "
-                "lower max_position_embeddings in config.json"
-            ) from None
-        self._tokens = []
-        self._done = 0
+        super()._reset()
         self._settled = 0  # positions whose draft rows are final
         # Hidden states of positions done - len(hidden) .. done - 1: those that the draft has still to settle.
         self._hidden: F32 = np.empty((0, self.config.hidden_size), np.float32)
-        self._logits: F32 | None = None  # after the last token, once that has been through the target
 
     def _new_caches(self) -> None:
-        self._target = TargetForward(self._target_weights, self.config, self.context)
+        self._target = self._forward(self.context)
         self._draft: DraftForward | None = None
         if self._draft_weights is not None and self._draft_config is not None:
             self._draft = DraftForward(self._draft_weights, self._draft_config)
 
-    def _computing(self) -> AbstractContextManager[object]:
-        """BLAS on one thread: more gain little on products this small, and on shared cores wait for each other."""
-        limit: AbstractContextManager[object] = self._blas.limit(limits=1, user_api="blas")
-        return limit
+    def _forward(self, room: int) -> TargetForward:
+        return TargetForward(self._target_weights, self.config, room)
 
     @property
     def max_drafts(self) -> int:
@@ -104,22 +89,6 @@ class ReferenceEngine(SequenceEngine):
         need = max(0, length - draft.config.sliding_window)
         held = self._done - len(self._hidden)
         return need >= held or (need >= draft.oldest() and min(held, length - 1) <= self._settled)
-
-    def score(self, ids: Sequence[int]) -> F32:
-        """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
-
-        Leaves the engine's sequence alone. Raises RequestError as `prefill` does, though the
-        sequence may fill the context.
-        """
-        self._check_open()
-        tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0), np.int64)
-        target = TargetForward(self._target_weights, self.config, len(tokens))
-        out = np.empty((len(tokens), self.config.vocab_size), np.float32)
-        with self._computing():
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                rows = slice(start, start + PREFILL_CHUNK)
-                out[rows] = target.logits(target.forward(tokens[rows], start))
-        return out
 
     def _release(self) -> None:
         for name in ("_target", "_draft", "_target_weights", "_draft_weights", "_hidden", "_logits"):

@@ -1,26 +1,22 @@
 """The NumPy engine of Qwen2 models."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from cuq1.checkpoint.qwen2 import Qwen2Model
 from cuq1.config_qwen2 import Qwen2Config
-from cuq1.errors import DeviceError
-from cuq1.reference.ops import F32
+from cuq1.reference.cpu import CpuEngine
 from cuq1.reference.qwen2 import Qwen2Forward
 from cuq1.reference.qwen2_weights import load_qwen2
 from cuq1.sampling.filter import filtered
-from cuq1.sampling.params import DecodeParams, check_prompt
+from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
 from cuq1.sampling.speculative import draw
-from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
 
-class Qwen2Engine(SequenceEngine):
+class Qwen2Engine(CpuEngine):
     """One request at a time on the CPU, in FP32, a token a round: these models have no draft.
 
     Every position is kept, so that the sequence can be rewound to any length.
@@ -31,26 +27,13 @@ class Qwen2Engine(SequenceEngine):
         self.config: Qwen2Config = model.config
         self.default_params = DecodeParams(**vars(model.config.sampling))
         self._weights = load_qwen2(model, progress)
-        self._blas = ThreadpoolController()
         self._reset()
 
-    def _reset(self) -> None:
-        """An empty sequence. Raises DeviceError where memory does not hold the caches."""
-        try:
-            self._model = Qwen2Forward(self._weights, self.config, self.context)
-        except MemoryError:
-            raise DeviceError(
-                f"this machine's memory does not hold the caches of a context of {self.context}: "
-                "lower max_position_embeddings in config.json"
-            ) from None
-        self._tokens = []
-        self._done = 0
-        self._logits: F32 | None = None  # after the last token, once that has been through the model
+    def _new_caches(self) -> None:
+        self._model = self._forward(self.context)
 
-    def _computing(self) -> AbstractContextManager[object]:
-        """BLAS on one thread: more gain little on products this small, and on shared cores wait for each other."""
-        limit: AbstractContextManager[object] = self._blas.limit(limits=1, user_api="blas")
-        return limit
+    def _forward(self, room: int) -> Qwen2Forward:
+        return Qwen2Forward(self._weights, self.config, room)
 
     @property
     def max_drafts(self) -> int:
@@ -88,22 +71,6 @@ class Qwen2Engine(SequenceEngine):
 
     def _round(self, params: DecodeParams, seed: int) -> Round:
         return self._next(params, seed, from_prompt=False)
-
-    def score(self, ids: Sequence[int]) -> F32:
-        """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
-
-        Leaves the engine's sequence alone. Raises RequestError as `prefill` does, though the
-        sequence may fill the context.
-        """
-        self._check_open()
-        tokens = np.asarray(check_prompt(ids, self.vocab_size, self.context, room=0), np.int64)
-        model = Qwen2Forward(self._weights, self.config, len(tokens))
-        out = np.empty((len(tokens), self.vocab_size), np.float32)
-        with self._computing():
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                rows = slice(start, start + PREFILL_CHUNK)
-                out[rows] = model.logits(model.forward(tokens[rows], start))
-        return out
 
     def _release(self) -> None:
         for name in ("_model", "_weights", "_logits"):
