@@ -1,4 +1,4 @@
-"""The structures that kernels share with the host, read from kernels_cu/abi.cuh.
+"""The structures that kernels share with the host, read from kernels_cu/abi.cuh and abi_qwen2.cuh.
 
 There they are declared and described. Pointers are device addresses.
 """
@@ -26,8 +26,8 @@ _NAME = re.compile(r"(\w+)((?:\[[^]]+\])*)")
 
 @cache
 def _header() -> str:
-    """abi.cuh, and the types that it includes, without comments."""
-    paths = (folder("kernels_cu") / name for name in ("common/types.cuh", "abi.cuh"))
+    """The headers, and the types that they include, without comments."""
+    paths = (folder("kernels_cu") / name for name in ("common/types.cuh", "abi.cuh", "abi_qwen2.cuh"))
     return re.sub(r"//.*", "", "".join(path.read_text(encoding="utf-8") for path in paths))
 
 
@@ -179,3 +179,24 @@ PrefillDownArgs = _structure("PrefillDownArgs")
 PrefillCombineArgs = _structure("PrefillCombineArgs")
 PrefillEntryArgs = _structure("PrefillEntryArgs")
 PrefillNormArgs = _structure("PrefillNormArgs")
+PAGE = constant("PAGE")
+
+
+class Pages(Structure):
+    _fields_ = fields("Pages")
+
+
+Qwen2EmbedArgs = _structure("Qwen2EmbedArgs")
+Qwen2QkvArgs = _structure("Qwen2QkvArgs")
+Qwen2AttentionArgs = _structure("Qwen2AttentionArgs")
+Qwen2CombineArgs = _structure("Qwen2CombineArgs")
+Qwen2ProjectionArgs = _structure("Qwen2ProjectionArgs")
+Qwen2GateUpArgs = _structure("Qwen2GateUpArgs")
+Qwen2NormArgs = _structure("Qwen2NormArgs")
+Qwen2HeadArgs = _structure("Qwen2HeadArgs")
+Qwen2PrefillEmbedArgs = _structure("Qwen2PrefillEmbedArgs")
+Qwen2PrefillNormArgs = _structure("Qwen2PrefillNormArgs")
+Qwen2PrefillQkvArgs = _structure("Qwen2PrefillQkvArgs")
+Qwen2PrefillAttentionArgs = _structure("Qwen2PrefillAttentionArgs")
+Qwen2PrefillProjectionArgs = _structure("Qwen2PrefillProjectionArgs")
+Qwen2PrefillGateUpArgs = _structure("Qwen2PrefillGateUpArgs")

@@ -1,4 +1,4 @@
-"""abi.cuh, as abi.py reads it and as NVRTC compiles it."""
+"""abi.cuh and abi_qwen2.cuh, as abi.py reads it and as NVRTC compiles it."""
 
 import ctypes
 import re
@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
 
-HEADER = (ROOT / "kernels_cu" / "abi.cuh").read_text()
+HEADER = "".join((ROOT / "kernels_cu" / name).read_text() for name in ("abi.cuh", "abi_qwen2.cuh"))
 TYPES = (ROOT / "kernels_cu" / "common" / "types.cuh").read_text()
 STRUCTURES = {
     name: value
@@ -37,10 +37,10 @@ def assertions(name, structure):
 
 
 def compile_lines(lines, tmp_path, monkeypatch):
-    """Compiles lines that come after abi.cuh."""
-    for name in ("abi.cuh", "common"):
+    """Compiles lines that come after the headers."""
+    for name in ("abi.cuh", "abi_qwen2.cuh", "common"):
         (tmp_path / name).symlink_to(ROOT / "kernels_cu" / name)
-    text = ['#include "abi.cuh"', *lines, 'extern "C" __global__ void nothing() {}']
+    text = ['#include "abi_qwen2.cuh"', *lines, 'extern "C" __global__ void nothing() {}']
     (tmp_path / "abi_test.cu").write_text("\n".join(text))
     monkeypatch.setattr(jit, "folder", lambda name: tmp_path)
     monkeypatch.setenv("CUQ1_CACHE_DIR", str(tmp_path / "cache"))

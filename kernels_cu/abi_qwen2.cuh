@@ -1,0 +1,220 @@
+// What the kernels of Qwen2 models share with the host, besides abi.cuh. One token a step: `rows` is 1 in decoding, and
+// `live` is null.
+//
+// INT4 matrices [R][K] lie as units of 1,056 bytes, a tile of 16 rows after the other, the groups of 128 of K in order
+// within a tile: 1,024 bytes of codes, then the 16 rows' scales as halves. With g = lane / 4 and t = lane % 4, lane's 16
+// bytes of the chunk of 512 bytes that has k = 64 c .. 64 c + 63 are words of NANOQWEN.md (eight codes each):
+//   word 0: row g,     k = 64 c + 8 t .. + 7        word 1: row g + 8, the same k
+//   word 2: row g,     k = 64 c + 32 + 8 t .. + 7   word 3: row g + 8, the same k
+// Rows beyond R and columns beyond K are codes 0 with scales 0. q, k and v are one matrix; gate and up are one in whose
+// tiles 8 rows of gate precede the same 8 of up. PADDED(n) is the next multiple of 128.
+//
+// Sums over K that several blocks share are left as pieces [PIECES][R] of floats: a tile's units are a run of all units,
+// which blocks take in equal parts (Split in common/int4.cuh), and a tile's first block writes piece 0 of its rows, the
+// next piece 1. Whoever reads adds as many as that tile has, in order.
+#pragma once
+#include "abi.cuh"
+
+constexpr int PAGE = 16;  // positions of a page of the KV cache
+
+// Free pages of the KV cache, in device memory.
+struct Pages {
+    int free;                // free_pages[0 .. free - 1] are free; the last one is taken next
+    int reserved[3];
+};
+
+// residual = table[token]; gives the position a page where it has none.
+struct Qwen2EmbedArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* tokens;       // [1], State.tokens
+    const int* positions;    // [1], State.positions
+    const f16* table;        // [VOCAB][HIDDEN]
+    float* residual;         // [HIDDEN]
+    Pages* pages;
+    int* page_table;         // [max_pages]: the page of positions 16 i .. 16 i + 15, or -1
+    const int* free_pages;
+    int max_pages;
+    int reserved;
+};
+
+// x = residual + pieces of a projection before; rms(x, norm); then q, k, v: pieces [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE].
+struct Qwen2QkvArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* residual;   // [HIDDEN]
+    const float* pieces;     // [DOWN_PIECES][HIDDEN], or null in layer 0
+    const f16* norm;         // [HIDDEN]
+    const uint8_t* weights;
+    float* residual_out;     // [HIDDEN]: x. Not where residual lies
+    float* out;
+};
+
+// Adds pieces and biases, applies RoPE, appends K and V to their page, attends to all positions up to this one.
+struct Qwen2AttentionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* pieces;     // [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
+    const f16* bias;         // [(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
+    const int* positions;    // [1]
+    const double* inverse_frequencies;  // [HEAD_SIZE / 2]: theta ** (-2i / HEAD_SIZE)
+    const int* page_table;
+    f16* k_pages;            // [pages][KV_HEADS][PAGE][HEAD_SIZE] of the layer
+    f16* v_pages;
+    f16* attended;           // [PADDED(Q_HEADS HEAD_SIZE)], zeros beyond; written by the short form
+    float* partial_out;      // [KV_HEADS][splits][GROUP][HEAD_SIZE]: the long form's, sum of 2^(s - max) v
+    float* partial_max;      // [KV_HEADS][GROUP][splits], about the max of s = log2(e) q.k / sqrt(HEAD_SIZE)
+    float* partial_sum;      // [KV_HEADS][GROUP][splits], sum of 2^(s - max); 0 where a split has no positions
+    int splits;
+    int reserved;
+};
+
+struct Qwen2CombineArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* partial_out;
+    const float* partial_max;
+    const float* partial_sum;
+    f16* attended;
+    int splits;
+    int reserved;
+};
+
+// A projection of halves, as pieces: o_proj of attended, down of inner.
+struct Qwen2ProjectionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* in;           // [PADDED(K)]
+    const uint8_t* weights;
+    float* out;              // [PIECES][HIDDEN]
+    float scale;             // of the result: 1, or 1 / INNER_SCALE for down
+    int reserved;
+};
+
+// x = residual + pieces of o_proj; rms(x, norm); then INNER_SCALE * silu(gate) * up.
+struct Qwen2GateUpArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* residual;   // [HIDDEN]
+    const float* pieces;     // [O_PIECES][HIDDEN]
+    const f16* norm;         // [HIDDEN]
+    const uint8_t* weights;
+    float* residual_out;     // [HIDDEN]: x. Not where residual lies
+    f16* inner;              // [PADDED(INNER)], zeros beyond
+};
+
+// x = residual + pieces of the last down, if given; rms(x, norm), as lm_head reads it.
+struct Qwen2NormArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* residual;   // [HIDDEN]
+    const float* pieces;     // [DOWN_PIECES][HIDDEN], or null
+    const f16* norm;         // [HIDDEN]
+    f16* normed;             // [PADDED(HIDDEN)], zeros beyond: row 0 of [ROWS][PADDED(HIDDEN)]
+};
+
+// Logits of an INT4 matrix.
+struct Qwen2HeadArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [PADDED(HIDDEN)]
+    const uint8_t* weights;
+    float* logits;           // [VOCAB]
+};
+
+// ---- Prompt processing: `rows` tokens at positions start, start + 1, ... ----
+
+struct Qwen2PrefillEmbedArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const int* tokens;       // [rows]
+    const f16* table;        // [VOCAB][HIDDEN]
+    float* residual;         // [rows][HIDDEN]
+    Pages* pages;
+    int* page_table;
+    const int* free_pages;
+    int max_pages;
+    int start;
+};
+
+struct Qwen2PrefillNormArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const float* residual;   // [rows][HIDDEN]
+    const f16* norm;         // [HIDDEN]
+    f16* normed;             // [rows][PADDED(HIDDEN)], zeros beyond HIDDEN
+};
+
+struct Qwen2PrefillQkvArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][PADDED(HIDDEN)]
+    const uint8_t* weights;
+    const f16* bias;         // [(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
+    const float* rope;       // [rows][HEAD_SIZE / 2][2], cos and sin (prefill_rope)
+    const int* page_table;
+    f16* q;                  // [rows][Q_HEADS][HEAD_SIZE], after RoPE, not scaled
+    f16* k_pages;
+    f16* v_pages;
+    int start;
+    int reserved;
+};
+
+struct Qwen2PrefillAttentionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* q;
+    const int* page_table;
+    const f16* k_pages;
+    const f16* v_pages;
+    f16* attended;           // [rows][PADDED(Q_HEADS HEAD_SIZE)], zeros beyond
+    int start;
+    int reserved;
+};
+
+// residual += scale * in W: o_proj and down.
+struct Qwen2PrefillProjectionArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* in;           // [rows][PADDED(K)]
+    const uint8_t* weights;
+    float* residual;         // [rows][HIDDEN]
+    float scale;
+    int reserved;
+};
+
+struct Qwen2PrefillGateUpArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* normed;       // [rows][PADDED(HIDDEN)]
+    const uint8_t* weights;
+    f16* inner;              // [rows][PADDED(INNER)], INNER_SCALE * silu(gate) * up, zeros beyond INNER
+};
