@@ -1,22 +1,28 @@
-"""Weights in the order in which the kernels' lanes consume them (kernels_cu/common/mma.cuh, experts.cuh).
+"""Weights in the order in which the kernels' lanes consume them: common/mma.cuh, experts.cuh, abi_qwen2.cuh say which.
 
 Done once at load, so that every load in a kernel is 16 contiguous bytes a lane and 512 a warp.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cuq1.checkpoint.int4 import CODES_A_WORD, Scales, Words
 from cuq1.checkpoint.linear import BLOCK, Linear
 from cuq1.plan.dims import HEAD_DIM
+from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES
 
 Bytes = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 
 TILE = 16  # weight rows of an MMA
+
+_GROUP_WORDS = GROUP // CODES_A_WORD  # of a row
+_SCRATCH = 1 << 18  # words that `int4_units` rearranges at once: they stay in the L2 cache
 
 
 def fp8_tiles(codes: Bytes) -> Bytes:
@@ -112,6 +118,57 @@ def gate_up_units(gate_up: NDArray[Any], scales: F32 | None) -> Bytes:
         raw = np.ascontiguousarray(scales, np.float32).reshape(inner // 8, -1).view(np.uint8)
         out[:, chunks.shape[1] : chunks.shape[1] + raw.shape[1]] = raw
     return out
+
+
+def int4_units(matrices: Sequence[tuple[Words, Scales]], tiles: int | None = None, out: Bytes | None = None) -> Bytes:
+    """INT4 matrices of one shape as units uint8 [tiles, groups, UNIT_BYTES]; the order is abi_qwen2.cuh's.
+
+    matrices: words uint32 [rows, 16 * groups] and scales float16 [rows, groups], as cuq1.checkpoint.int4 makes them. A
+    tile has 16 // len(matrices) rows of each, the same ones: one matrix alone, or gate and up. tiles: at least as many
+    as hold the rows, and as many by default; rows that the matrices do not have are zeros. out: where to write, of the
+    result's shape and contiguous.
+
+    About 7 GB/s into an `out` that has been written before, on one thread; NumPy lets others run beside it.
+    """
+    rows, width = matrices[0][0].shape
+    groups, share = width // _GROUP_WORDS, TILE // len(matrices)
+    count = -(-rows // share) if tiles is None else tiles
+    if out is None:
+        out = np.empty((count, groups, UNIT_BYTES), np.uint8)
+    units = out.reshape(count, -1).view(np.uint32)
+    order, codes = _unit_order(groups), TILE * width
+    height = max(1, _SCRATCH // len(order))
+    scratch = np.zeros((min(height, count), len(order)), np.uint32)
+    for top in range(0, count, height):
+        part = scratch[: count - top]
+        words = part[:, :codes].reshape(len(part), TILE, width)
+        scales = part[:, codes:].view(np.float16).reshape(len(part), groups, TILE)
+        for first, (some_words, some_scales) in zip(range(0, TILE, share), matrices, strict=True):
+            _fill(words[:, first : first + share], some_words[top * share :])
+            _fill(scales[:, :, first : first + share].swapaxes(1, 2), some_scales[top * share :])
+        # "wrap" writes straight into `out`, which the default mode does not; the indices are all in range.
+        np.take(part, order, axis=1, out=units[top : top + len(part)], mode="wrap")
+    return out
+
+
+def _fill(tiles: NDArray[Any], rows: NDArray[Any]) -> None:
+    """tiles [tiles, share, n] from rows [.., n], and zeros where these end."""
+    count, share, width = tiles.shape
+    whole = min(len(rows) // share, count)
+    tiles[:whole] = rows[: whole * share].reshape(whole, share, width)
+    tiles[whole:] = 0
+    if whole < count:
+        rest = rows[whole * share :]
+        tiles[whole, : len(rest)] = rest
+
+
+@cache
+def _unit_order(groups: int) -> NDArray[np.intp]:
+    """Where a tile's units have their words from: [16 rows][16 * groups] of codes, then [groups][8] of scales."""
+    codes = np.arange(TILE * groups * _GROUP_WORDS).reshape(2, 8, groups, 2, 2, 4)  # half, g, group, chunk, k half, t
+    codes = codes.transpose(2, 3, 1, 5, 4, 0).reshape(groups, -1)
+    scales = codes.size + np.arange(groups * TILE // 2).reshape(groups, -1)
+    return np.concatenate((codes, scales), axis=1).ravel().astype(np.intp)
 
 
 def block_scales(linears: Sequence[Linear], row_step: int, col_step: int) -> F32:
