@@ -1,13 +1,15 @@
 """Chat messages to a prompt, through the checkpoint's Jinja template."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from cuq1.errors import TextError
+from cuq1.text.formats import call_format
 from cuq1.text.guard import ControlSpellings, InputGuard
 from cuq1.text.markup import MARKUP, ends_in_reasoning
-from cuq1.text.messages import check_messages, check_tools
+from cuq1.text.messages import check_messages, check_tools, check_variables
 from cuq1.text.source import TextSource, label, read_file
 from cuq1.text.tokenizer import Tokenizer
 
@@ -37,6 +39,8 @@ class ChatTemplate:
     neighbouring strings, is encoded as text. This takes a template that joins,
     trims and dumps its input, as they do; one that replaces or reverses
     characters of it can spell control tokens out of anything (see guard.py).
+
+    calls: how it tells the model to write tool calls.
     """
 
     def __init__(self, name: str, source: str, special_tokens: dict[str, str], tokenizer: Tokenizer) -> None:
@@ -47,6 +51,7 @@ class ChatTemplate:
         self._template = Template(name, source)
         self._special_tokens = special_tokens
         self._tokenizer = tokenizer
+        self.calls = call_format(tokenizer.control_tokens, source)
         self._spellings = ControlSpellings(MARKUP | tokenizer.control_tokens.keys())
 
     @classmethod
@@ -77,21 +82,26 @@ class ChatTemplate:
         messages: Any,
         *,
         tools: Any = None,
-        enable_thinking: bool = True,
+        enable_thinking: bool | None = True,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of `messages`, checked as by `check_messages`, and `tools`, as by `check_tools`.
 
-        Raises TextError for messages or tools that are malformed or that the template refuses.
+        enable_thinking: None leaves it to the template; template_kwargs: further variables of the template, by name,
+        as JSON. Raises TextError for messages or tools that are malformed or that the template refuses, and for a
+        variable that the prompt itself sets.
         """
         try:
             messages, tools = check_messages(messages), check_tools([] if tools is None else tools)
-            guard = InputGuard(self._spellings, [messages, tools], self._source)
+            others = check_variables(template_kwargs or {}, self._special_tokens)
+            guard = InputGuard(self._spellings, [messages, tools, others], self._source)
             variables = {
+                **({} if enable_thinking is None else {"enable_thinking": enable_thinking}),
+                **guard.protect(others),
                 **self._special_tokens,
                 "messages": guard.protect(messages),
                 "tools": guard.protect(tools) or None,
-                "enable_thinking": enable_thinking,
                 "add_generation_prompt": add_generation_prompt,
             }
         except RecursionError as error:

@@ -7,6 +7,7 @@ Every refusal names the index and the field.
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from cuq1.errors import TextError
@@ -54,6 +55,17 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
         if first != index:
             _refuse(f"tools[{index}].function.name", f"must differ from that of tools[{first}]")
     _check_json(checked, "tools")
+    return checked
+
+
+def check_variables(variables: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
+    """Variables for a template beside those that the prompt itself sets, which `taken` names beyond the usual ones."""
+    reserved = {"messages", "tools", "add_generation_prompt", *taken}
+    for name in variables:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in reserved:
+            _refuse(f"chat_template_kwargs.{name}", "is no variable that a request can set: leave it out")
+    checked = dict(variables)
+    _check_json(checked, "chat_template_kwargs")
     return checked
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cuq1.text.formats import CallFormat, call_format
 from cuq1.text.parser import Delta, OutputParser, ParsedMessage, collect
 from cuq1.text.stream import Detokenizer, Event, StopFilter
 from cuq1.text.tokenizer import Tokenizer
@@ -22,11 +23,18 @@ class OutputStream:
         stops: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning: bool = False,
+        calls: CallFormat | None = None,
     ) -> None:
-        """`tools` as `check_tools` returns them; `reasoning` where the prompt ended inside `<think>`."""
+        """`tools` as `check_tools` returns them; `reasoning` where the prompt ended inside `<think>`.
+
+        calls: the chat template's, by default the tokenizer's.
+        """
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopFilter(stops)
-        self._parser = OutputParser(tools=tools, reasoning=reasoning, control_tokens=tokenizer.control_tokens)
+        control = tokenizer.control_tokens
+        self._parser = OutputParser(
+            tools=tools, reasoning=reasoning, control_tokens=control, calls=calls or call_format(control)
+        )
         self._deltas: list[Delta] = []
         self._pieces: list[str] = []
 
@@ -37,6 +45,11 @@ class OutputStream:
     @property
     def stopped(self) -> str | None:
         return self._stops.matched
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token is still part of the reasoning."""
+        return self._parser.in_reasoning
 
     def feed(self, token: int) -> tuple[str, list[Delta]]:
         """The text and the parsed pieces that this token settled."""

@@ -10,18 +10,19 @@ Output arrives in one of two ways:
 Rules: with `reasoning`, everything up to the first `</think>` is reasoning,
 calls included; later think tags are content. Without tools nothing but that is
 parsed. A tool-call block is held until it ends: complete, it is a call (see
-toolcalls.py); else it is content, byte for byte and in order. A block opened
-inside a block makes the first one content and may itself become a call. Text
-around calls, whitespace included, is content.
+toolcalls.py and hermes.py); else it is content, byte for byte and in order. A
+block opened inside one that is no call may itself become a call. Text around
+calls, whitespace included, is content.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cuq1.text.markup import CALL_MARKUP, CALL_OPEN, MARKUP, THINK_CLOSE, MarkupScanner
+from cuq1.text.formats import IQUEST, CallFormat
+from cuq1.text.markup import MARKUP, THINK_CLOSE, MarkupScanner
 from cuq1.text.stream import Event
-from cuq1.text.toolcalls import BlockStatus, ToolBlock, ToolCall, ToolCatalog, new_call_id
+from cuq1.text.toolcalls import Block, BlockStatus, ToolCall, ToolCatalog, new_call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,28 @@ class OutputParser:
         tools: Sequence[Mapping[str, Any]] | None,
         reasoning: bool,
         control_tokens: Collection[str] = MARKUP,
+        calls: CallFormat = IQUEST,
     ) -> None:
         """`tools` as `check_tools` returns them.
 
         `reasoning`: the prompt ended inside `<think>`, so the output begins there.
         `control_tokens`: the tokenizer's control tokens; markup that is not among
         them is looked for in the text of the events given to `feed`.
+        `calls`: how the model writes them (see formats.py).
         """
         self._catalog = ToolCatalog(tools) if tools else None
         self._in_reasoning = reasoning
-        self._block: ToolBlock | None = None
+        self._format = calls
+        self._block: Block | None = None
         self._calls = 0
-        wanted = (CALL_MARKUP if tools else frozenset()) | ({THINK_CLOSE} if reasoning else frozenset())
+        wanted = (calls.markup if tools else frozenset()) | ({THINK_CLOSE} if reasoning else frozenset())
         self._event_scanner = MarkupScanner(wanted.difference(control_tokens))
         self._text_scanner = MarkupScanner(wanted)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is still reasoning."""
+        return self._in_reasoning
 
     def feed(self, events: Iterable[Event]) -> list[Delta]:
         """Deltas settled by the next events, neighbouring text joined."""
@@ -92,7 +101,8 @@ class OutputParser:
         """Ends the output: what was held back, an unfinished block being content."""
         deltas: list[Delta] = []
         self._step_all(self._event_scanner.flush() + self._text_scanner.flush(), deltas)
-        self._abandon_block(deltas)
+        while self._block is not None:
+            self._abandon_block(deltas)
         return deltas
 
     def _step_all(self, events: Iterable[Event], deltas: list[Delta]) -> None:
@@ -116,15 +126,27 @@ class OutputParser:
             if status is not BlockStatus.MALFORMED:
                 return
             self._abandon_block(deltas)
-        if self._catalog is not None and event.control and event.text == CALL_OPEN:
-            self._block = ToolBlock(self._catalog)
+            self._step(event, deltas)  # which a block that was found inside this one may still take
+            return
+        if self._catalog is not None and self._opens(event):
+            self._block = self._format.block(self._catalog)
         else:
             _append(deltas, "content", event.text)
 
+    def _opens(self, event: Event) -> bool:
+        return event.control and event.text == self._format.opening
+
     def _abandon_block(self, deltas: list[Delta]) -> None:
-        if self._block is not None:
-            _append(deltas, "content", self._block.raw)
-            self._block = None
+        """Content up to an opening tag inside the block, if there is one; from there on everything is read anew.
+
+        That happens to a character twice at most: what is inside a string for one block is outside of strings for the
+        next, which the third tag therefore ends.
+        """
+        events, self._block = self._block.events if self._block is not None else [], None
+        end = next((i for i, event in enumerate(events) if i > 0 and self._opens(event)), len(events))
+        _append(deltas, "content", "".join(event.text for event in events[:end]))
+        for event in events[end:]:
+            self._step(event, deltas)
 
 
 def _append(deltas: list[Delta], kind: Literal["reasoning", "content"], text: str) -> None:
@@ -152,8 +174,9 @@ def parse_output(
     tools: Sequence[Mapping[str, Any]] | None,
     reasoning: bool,
     control_tokens: Collection[str] = MARKUP,
+    calls: CallFormat = IQUEST,
 ) -> ParsedMessage:
     """A whole output, as plain text or as events, parsed at once; arguments as for OutputParser."""
-    parser = OutputParser(tools=tools, reasoning=reasoning, control_tokens=control_tokens)
+    parser = OutputParser(tools=tools, reasoning=reasoning, control_tokens=control_tokens, calls=calls)
     deltas = parser.feed_text(output) if isinstance(output, str) else parser.feed(output)
     return collect(deltas + parser.finish())
