@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cuq1.checkpoint.qwen2 import Qwen2Model, is_qwen2, open_qwen2
 from cuq1.errors import DeviceError, RequestError
 from cuq1.parallel.rendezvous import WORLD, Rendezvous
+from cuq1.sampling.mask import Mask
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rounds import DecodeStream
 
@@ -51,8 +52,11 @@ class Engine(Protocol):
     def prefill(self, ids: Sequence[int], *, chunk: int | None = ...) -> int:
         """Make `ids` the sequence; returns how many of its tokens were already held and kept."""
 
-    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
-        """Generate from the sequence's end; iterate over the result for the committed tokens of each round."""
+    def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream:
+        """Generate from the sequence's end; iterate over the result for the committed tokens of each round.
+
+        mask: which tokens may come; a new one for each request.
+        """
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1]."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.errors import RequestError
+from cuq1.sampling.mask import Mask, MaskPath
 from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
 from cuq1.sampling.rng import fresh_seed
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
@@ -47,6 +48,7 @@ class SequenceEngine(ABC):
         self._whole = True  # False while a change is under way, and after one that was interrupted
         self._tokens: list[int] = []
         self._done = 0
+        self._masks = MaskPath()  # of the current request
 
     @abstractmethod
     def _reset(self) -> None:
@@ -186,10 +188,11 @@ class SequenceEngine(ABC):
         self._tokens = self._tokens[:length]
         self._forget(self._done - restart)
 
-    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
+    def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream:
         """Generate from the end of the sequence; iterate over the result for the rounds.
 
-        Without params, those of the checkpoint's generation_config.json apply.
+        Without params, those of the checkpoint's generation_config.json apply. A mask says which tokens
+        may come; it belongs to this request alone, and is told the tokens that were committed.
         Ends with finish_reason "stop" at a stop token, which is committed as the last
         one, and with "length" at max_tokens or at the context's end. Raises RequestError
         on an empty or full sequence, and where drafts are asked of a checkpoint without any.
@@ -204,6 +207,7 @@ class SequenceEngine(ABC):
             raise RequestError(f"the sequence fills the context of {self.context} tokens: rewind or shorten it")
         check_draft(params.draft, self.max_drafts)
         self._request += 1
+        self._masks = MaskPath(mask)
         seed = fresh_seed() if params.seed is None else params.seed
         return DecodeStream(seed, self._rounds(params, seed, self._request))
 
@@ -240,8 +244,9 @@ class SequenceEngine(ABC):
                 step = self._first(params, seed) if step is None else self._round(params, seed)
                 tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
                 self._commit(tokens)
+                self._masks.commit(tokens)
             budget -= len(tokens)
-            yield Round(tokens, step.drafted, step.accepted, step.from_prompt)
+            yield Round(tokens, step.drafted, step.accepted, step.from_prompt, step.logprobs[: len(tokens)])
             if stopped:
                 return "stop"
             if budget == 0:

@@ -60,7 +60,7 @@ def judge(reference: ReferenceEngine, tokens: Sequence[int], drafts: Sequence[in
             hidden, logits = reference._draft.forward(np.array([token]), hidden, pending - 1 + depth)
             q.append(reference._distribution(logits[0], params))
             token = draft
-        _, verdict = reference._verified(drafts, q, params, params.seed)
+        *_, verdict = reference._verified(drafts, q, params, params.seed)
     reference.rewind(pending)
     return Judged(tokens, tuple(drafts), tuple(q), verdict.accepted)
 

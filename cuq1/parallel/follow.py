@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from cuq1.errors import LaunchError, RequestError
 from cuq1.parallel.commands import Channel, Command
+from cuq1.parallel.masks import HeardMask, ToldMask
 from cuq1.parallel.rendezvous import Rendezvous
+from cuq1.sampling.mask import Mask
 from cuq1.sampling.params import DecodeParams, check_prompt
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
 
@@ -51,7 +53,7 @@ class Ranked(Protocol):
 
     def prefill(self, ids: Sequence[int], *, chunk: int | None = ...) -> int: ...
 
-    def decode(self, params: DecodeParams | None = None) -> DecodeStream: ...
+    def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream: ...
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]: ...
 
@@ -130,15 +132,16 @@ class Leader:
         with self._on_all("rewind", length=length):
             self._engine.rewind(length)
 
-    def decode(self, params: DecodeParams | None = None) -> DecodeStream:
+    def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream:
         """As Engine.decode. Nothing is computed, on any rank, before the first round is asked for."""
         self._check_open()
         with self._fatal():
             self._end_running()
-        own = self._engine.decode(params)  # says what is wrong with them
+        told = None if mask is None else ToldMask(mask, self._channel)
+        own = self._engine.decode(params, mask=told)  # says what is wrong with them
         self._request += 1
         params = replace(params or self.default_params, seed=own.seed)
-        return DecodeStream(own.seed, self._rounds(own, params, self._request))
+        return DecodeStream(own.seed, self._rounds(own, params, self._request, masked=mask is not None))
 
     def close(self) -> None:
         """Give memory and devices back, and let the other ranks go."""
@@ -169,10 +172,12 @@ class Leader:
     ) -> None:
         self.close()
 
-    def _rounds(self, own: DecodeStream, params: DecodeParams, request: int) -> Generator[Round, None, FinishReason]:
+    def _rounds(
+        self, own: DecodeStream, params: DecodeParams, request: int, *, masked: bool
+    ) -> Generator[Round, None, FinishReason]:
         self._check_current(request)
         with self._fatal():
-            self._send("decode", params=vars(params))
+            self._send("decode", params=vars(params), masked=masked)
         self._running = own
         try:
             while True:
@@ -266,14 +271,15 @@ def _obey(engine: Ranked, channel: Channel, command: Command) -> None:
             engine.rewind(command["length"])
         case "decode":
             params = command["params"]
-            _mirror(engine, channel, DecodeParams(**{**params, "stop_tokens": tuple(params["stop_tokens"])}))
+            mask = HeardMask(channel, engine.vocab_size) if command["masked"] else None
+            _mirror(engine, channel, DecodeParams(**{**params, "stop_tokens": tuple(params["stop_tokens"])}), mask)
         case name:
             raise LaunchError(f"rank {channel.meeting.rank} was given the command {name!r}, which stands nowhere here")
 
 
-def _mirror(engine: Ranked, channel: Channel, params: DecodeParams) -> None:
+def _mirror(engine: Ranked, channel: Channel, params: DecodeParams, mask: Mask | None) -> None:
     """A request, from its beginning to its end on rank 0."""
-    stream = engine.decode(params)
+    stream = engine.decode(params, mask=mask)
     while next(stream, None) is not None:
         if engine.unattended:
             continue

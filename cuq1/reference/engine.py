@@ -14,6 +14,8 @@ from cuq1.reference.q1 import TargetForward
 from cuq1.reference.weights import load_draft, load_target
 from cuq1.sampling.depth import DepthRule, default_rule
 from cuq1.sampling.filter import Distribution, filtered
+from cuq1.sampling.logprobs import token_logprobs
+from cuq1.sampling.mask import Allowed, masked
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
@@ -109,15 +111,18 @@ class ReferenceEngine(CpuEngine):
         if self._draft is not None:
             self._hidden = np.concatenate((self._hidden, hidden))[-self._draft.slots :]
 
-    def _distribution(self, logits: F32, params: DecodeParams) -> Distribution:
-        return filtered(logits, params.temperature, params.top_k, params.top_p)
+    def _distribution(self, logits: F32, params: DecodeParams, allowed: Allowed | None = None) -> Distribution:
+        return filtered(masked(logits, allowed), params.temperature, params.top_k, params.top_p)
 
     def _first(self, params: DecodeParams, seed: int) -> Round:
         """The first token, from the logits after the sequence."""
         self._catch_up(self.chunk)
         assert self._logits is not None
-        p = self._distribution(self._logits, params)
-        return Round((draw(p, uniform(seed, len(self._tokens), Purpose.TARGET)),), 0, 0, from_prompt=True)
+        p = self._distribution(self._logits, params, self._masks.after(()))
+        token = draw(p, uniform(seed, len(self._tokens), Purpose.TARGET))
+        return Round(
+            (token,), 0, 0, from_prompt=True, logprobs=token_logprobs(self._logits[None], (token,), params.logprobs)
+        )
 
     def _forget(self, rows: int) -> None:
         """No longer count the last `rows` positions as held by the caches."""
@@ -129,18 +134,20 @@ class ReferenceEngine(CpuEngine):
     def _round(self, params: DecodeParams, seed: int) -> Round:
         """Draft from the pending token on, verify all rows at once, apply the rejection rule."""
         drafts, q = self._drafts(params, seed)
-        hidden, (accepted, token) = self._verified(drafts, q, params, seed)
+        hidden, logits, (accepted, token) = self._verified(drafts, q, params, seed)
         self._advance(hidden[: accepted + 1])
-        return Round((*drafts[:accepted], token), len(drafts), accepted)
+        tokens = (*drafts[:accepted], token)
+        return Round(tokens, len(drafts), accepted, logprobs=token_logprobs(logits, tokens, params.logprobs))
 
     def _verified(
         self, drafts: Sequence[int], q: Sequence[Distribution], params: DecodeParams, seed: int
-    ) -> tuple[F32, Verdict]:
-        """Hidden states [drafts + 1, H] of the pending token and the drafts, and what the rejection rule says."""
+    ) -> tuple[F32, F32, Verdict]:
+        """Hidden states [drafts + 1, H] and logits of the pending token and the drafts, and what the rule says."""
         start = self._done
         hidden = self._target.forward(np.asarray([self._tokens[start], *drafts], np.int64), start)
-        p = [self._distribution(row, params) for row in self._target.logits(hidden)]
-        return hidden, verify(drafts, q, p, seed, start + 1)
+        logits = self._target.logits(hidden)
+        p = [self._distribution(row, params, self._masks.after(drafts[:i])) for i, row in enumerate(logits)]
+        return hidden, logits, verify(drafts, q, p, seed, start + 1)
 
     def _drafts(self, params: DecodeParams, seed: int) -> tuple[list[int], list[Distribution]]:
         """The drafts after the pending token, each with the distribution that it was drawn from."""
@@ -160,16 +167,18 @@ class ReferenceEngine(CpuEngine):
         while True:
             depth = len(drafts)
             hidden, logits = self._draft.forward(np.asarray([token], np.int64), hidden, pending - 1 + depth)
-            q.append(self._distribution(logits[0], params))
+            allowed = self._masks.after(drafts)
+            q.append(self._distribution(logits[0], params, allowed))
             token = draw(q[-1], uniform(seed, pending + 1 + depth, Purpose.DRAFT))
             drafts.append(token)
             if len(drafts) == limit:
                 return drafts, q
             if params.draft == "auto":
-                shape = q[-1] if params.temperature > 0 else filtered(logits[0], 1.0, FEATURE_TOP_K, 1.0)
+                greedy = params.temperature == 0
+                shape = filtered(masked(logits[0], allowed), 1.0, FEATURE_TOP_K, 1.0) if greedy else q[-1]
                 served.append(shape.prob(token))
                 entropies.append(shape.entropy())
-                if not self._rule.more(served, entropies, greedy=params.temperature == 0):
+                if not self._rule.more(served, entropies, greedy=greedy):
                     return drafts, q
 
     def _settle(self, draft: DraftForward) -> None:

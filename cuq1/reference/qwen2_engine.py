@@ -10,6 +10,8 @@ from cuq1.reference.cpu import CpuEngine
 from cuq1.reference.qwen2 import Qwen2Forward
 from cuq1.reference.qwen2_weights import load_qwen2
 from cuq1.sampling.filter import filtered
+from cuq1.sampling.logprobs import token_logprobs
+from cuq1.sampling.mask import masked
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
@@ -62,9 +64,11 @@ class Qwen2Engine(CpuEngine):
         """The token after the sequence."""
         self._catch_up(self.chunk)
         assert self._logits is not None
-        p = filtered(self._logits, params.temperature, params.top_k, params.top_p)
+        logits = masked(self._logits, self._masks.after(()))
+        p = filtered(logits, params.temperature, params.top_k, params.top_p)
         token = draw(p, uniform(seed, len(self._tokens), Purpose.TARGET))
-        return Round((token,), 0, 0, from_prompt=from_prompt)
+        logprobs = token_logprobs(self._logits[None], (token,), params.logprobs)
+        return Round((token,), 0, 0, from_prompt=from_prompt, logprobs=logprobs)
 
     def _first(self, params: DecodeParams, seed: int) -> Round:
         return self._next(params, seed, from_prompt=True)

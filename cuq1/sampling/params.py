@@ -12,6 +12,7 @@ from cuq1.sampling.rng import SEED_LIMIT
 Draft = int | Literal["auto", "off"]
 MAX_DRAFTS = 7  # eight verification rows: the pending token and its drafts
 MIN_AUTO_DRAFTS = 3
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class DecodeParams:
     max_tokens: tokens to generate at the most, None up to the context's end;
     temperature 0 is greedy; top_k 0 keeps every token; seed None draws a fresh
     one; draft is "auto" (three to seven drafts by the stop rule), "off" or a
-    fixed number from 1 to 7; stop_tokens end the request once committed.
+    fixed number from 1 to 7; stop_tokens end the request once committed; logprobs
+    asks for every token's log-probability and those of the so many most likely
+    ones (at most 20), as the model gives them: before temperature and filters.
     Raises RequestError, naming the value and its range.
     """
 
@@ -32,6 +35,7 @@ class DecodeParams:
     seed: int | None = None
     draft: Draft = "auto"
     stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -45,6 +49,8 @@ class DecodeParams:
             self._set("seed", _integer(self.seed, 0, SEED_LIMIT - 1), "an integer from 0 to 2**64 - 1")
         if not isinstance(self.draft, str) or self.draft not in ("auto", "off"):
             self._set("draft", _integer(self.draft, 1, MAX_DRAFTS), f"auto, off or a number from 1 to {MAX_DRAFTS}")
+        if self.logprobs is not None:
+            self._set("logprobs", _integer(self.logprobs, 0, MAX_LOGPROBS), f"an integer from 0 to {MAX_LOGPROBS}")
         self._set("stop_tokens", _token_ids(self.stop_tokens), "a sequence of token ids of at least 0")
 
     def _set(self, field: str, value: Any, range_: str) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cuq1.sampling.logprobs import TokenLogprob
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -14,13 +16,15 @@ class Round:
     drafted: drafts verified in this round; accepted: how many of them the
     rejection rule accepted. The request's first token comes from the prompt's
     own logits: it is a round with nothing drafted and `from_prompt` set. A stop
-    token or the token budget can cut `tokens` short of accepted + 1.
+    token or the token budget can cut `tokens` short of accepted + 1. `logprobs`
+    has an entry a token where the request asked for them, and is empty elsewhere.
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
     from_prompt: bool = False
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tokens)
