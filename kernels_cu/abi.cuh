@@ -26,7 +26,8 @@ enum FaultKind {
     FAULT_TOKEN = 3,
     FAULT_ROUTING = 4,
     FAULT_RESULT = 5,
-    FAULT_PEER = 6  // what another rank's kernel was to push never came; detail: that rank's place
+    FAULT_PEER = 6,  // what another rank's kernel was to push never came; detail: that rank's place
+    FAULT_PAGES = 7  // a position that no page of the KV cache is left for; detail: the position
 };
 
 constexpr int MAX_RANKS = 8;
@@ -53,7 +54,8 @@ enum KernelId {
     KERNEL_PREFILL = 16,
     KERNEL_CONTROL = 17,
     KERNEL_EXCHANGE = 18,
-    KERNEL_ROUTER = 19
+    KERNEL_ROUTER = 19,
+    KERNEL_NORM = 20
 };
 
 // Why a chain of graphs ended. PAUSED: the log is full, or the reader too far behind; the host launches again.

@@ -107,6 +107,7 @@ FAULTS = {
     4: "routing that did not come",
     5: "a result that did not arrive",
     6: "a peer's part that did not arrive",
+    7: "a position without a free page of the KV cache",
 }
 KERNELS = {
     number: name.removeprefix("KERNEL_").lower() for name, number in _constants().items() if name.startswith("KERNEL_")
