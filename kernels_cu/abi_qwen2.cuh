@@ -139,6 +139,9 @@ struct Qwen2HeadArgs {
 };
 
 // ---- Prompt processing: `rows` tokens at positions start, start + 1, ... ----
+//
+// "In tiles": activations [rows][PADDED(K)] of halves, rows rounded up to a multiple of 8, in the order that the tensor
+// cores read (common/activations.cuh).
 
 struct Qwen2PrefillEmbedArgs {
     Fault* fault;
@@ -162,7 +165,7 @@ struct Qwen2PrefillNormArgs {
     int rows;
     const float* residual;   // [rows][HIDDEN]
     const f16* norm;         // [HIDDEN]
-    f16* normed;             // [rows][PADDED(HIDDEN)], zeros beyond HIDDEN
+    f16* normed;             // [rows][PADDED(HIDDEN)], zeros beyond HIDDEN; in tiles, or as it stands for lm_head
 };
 
 struct Qwen2PrefillQkvArgs {
@@ -170,7 +173,7 @@ struct Qwen2PrefillQkvArgs {
     const int* live;
     int layer;
     int rows;
-    const f16* normed;       // [rows][PADDED(HIDDEN)]
+    const f16* normed;       // [rows][PADDED(HIDDEN)] in tiles
     const uint8_t* weights;
     const f16* bias;         // [(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
     const float* rope;       // [rows][HEAD_SIZE / 2][2], cos and sin (prefill_rope)
@@ -191,7 +194,7 @@ struct Qwen2PrefillAttentionArgs {
     const int* page_table;
     const f16* k_pages;
     const f16* v_pages;
-    f16* attended;           // [rows][PADDED(Q_HEADS HEAD_SIZE)], zeros beyond
+    f16* attended;           // [rows][PADDED(Q_HEADS HEAD_SIZE)] in tiles, zeros beyond
     int start;
     int reserved;
 };
@@ -202,7 +205,7 @@ struct Qwen2PrefillProjectionArgs {
     const int* live;
     int layer;
     int rows;
-    const f16* in;           // [rows][PADDED(K)]
+    const f16* in;           // [rows][PADDED(K)] in tiles
     const uint8_t* weights;
     float* residual;         // [rows][HIDDEN]
     float scale;
@@ -214,7 +217,7 @@ struct Qwen2PrefillGateUpArgs {
     const int* live;
     int layer;
     int rows;
-    const f16* normed;       // [rows][PADDED(HIDDEN)]
+    const f16* normed;       // [rows][PADDED(HIDDEN)] in tiles
     const uint8_t* weights;
-    f16* inner;              // [rows][PADDED(INNER)], INNER_SCALE * silu(gate) * up, zeros beyond INNER
+    f16* inner;              // [rows][PADDED(INNER)] in tiles, INNER_SCALE * silu(gate) * up, zeros beyond INNER
 };
