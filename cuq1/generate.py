@@ -30,6 +30,7 @@ from cuq1.parallel.rank import Part, as_rank, launched
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from cuq1.sampling.params import check_draft, check_prompt
 from cuq1.text import ChatTemplate, Tokenizer, check_tools
+from cuq1.text.formats import CallFormat
 from cuq1.text.jsontext import refuse_constant
 from cuq1.text.output import OutputStream
 
@@ -128,19 +129,20 @@ class _Request:
     """What to feed the engine, and how to read what comes back."""
 
     ids: list[int]
-    in_reasoning: bool
-    tools: list[dict[str, Any]] | None
+    in_reasoning: bool = False
+    tools: list[dict[str, Any]] | None = None
+    calls: CallFormat | None = None
 
 
 def _request(options: argparse.Namespace, model: Description, tokenizer: Tokenizer) -> _Request:
     if options.prompt is not None or options.prompt_file is not None:
         text = options.prompt if options.prompt is not None else _read_text(options.prompt_file)
-        return _Request(tokenizer.encode(text, control=True), False, None)
+        return _Request(tokenizer.encode(text, control=True))
     messages = [{"role": "user", "content": options.chat}] if options.chat is not None else _read_json(options.messages)
     tools = check_tools(_read_json(options.tools)) if options.tools is not None else None
     template = ChatTemplate.load(model.text, tokenizer)
     prompt = template.prompt(messages, tools=tools, enable_thinking=not options.no_thinking)
-    return _Request(prompt.ids, prompt.in_reasoning, tools)
+    return _Request(prompt.ids, prompt.in_reasoning, tools, template.calls)
 
 
 def _params(options: argparse.Namespace, defaults: DecodeParams) -> DecodeParams:
@@ -183,7 +185,9 @@ def _generate(options: argparse.Namespace, model: Description, part: Part | None
     tokenizer = Tokenizer.load(model.text, model.vocab_size)
     request = _request(options, model, tokenizer)
     ids = check_prompt(request.ids, model.vocab_size, model.context, room=1)
-    output = OutputStream(tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning)
+    output = OutputStream(
+        tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning, calls=request.calls
+    )
     writer = None if options.json else TerminalWriter() if sys.stdout.isatty() else PlainWriter()
     if part is not None and options.device == "cuda" and options.tp > 1:
         require_devices(options.tp)

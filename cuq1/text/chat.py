@@ -12,6 +12,7 @@ from cuq1.text.markup import MARKUP, ends_in_reasoning
 from cuq1.text.messages import check_messages, check_tools, check_variables
 from cuq1.text.source import TextSource, label, read_file
 from cuq1.text.tokenizer import Tokenizer
+from cuq1.text.written import Placeholders, Written
 
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -85,12 +86,15 @@ class ChatTemplate:
         enable_thinking: bool | None = True,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        written: Mapping[int, Written] | None = None,
     ) -> Prompt:
         """The prompt of `messages`, checked as by `check_messages`, and `tools`, as by `check_tools`.
 
         enable_thinking: None leaves it to the template; template_kwargs: further variables of the template, by name,
-        as JSON. Raises TextError for messages or tools that are malformed or that the template refuses, and for a
-        variable that the prompt itself sets.
+        as JSON; written: what the model wrote, by the index of an assistant's message with that content and these
+        calls, to be repeated token by token where the template's markup is the same with it. Raises TextError for
+        messages or tools that are malformed or that the template refuses, and for a variable that the prompt itself
+        sets.
         """
         try:
             messages, tools = check_messages(messages), check_tools([] if tools is None else tools)
@@ -109,10 +113,34 @@ class ChatTemplate:
                 "the messages or tools are nested too deeply: flatten their arguments or schemas"
             ) from error
         marked = self._template.render(variables, guard)
+        ids = self._ids(marked, guard, None)
+        prompt = Prompt(ids, guard.strip(marked), ends_in_reasoning(marked))
+        if not written or not guard.place_mark:
+            return prompt
+        places = Placeholders(guard.place_mark, written)
+        marked = self._template.render(variables | {"messages": guard.protect(places.put(messages))}, guard)
+        if not places.found(marked):
+            return prompt
+        ids = self._ids(marked, guard, places)
+        if self._markup(ids) != self._markup(prompt.ids):
+            return prompt
+        return Prompt(ids, self._tokenizer.decode(ids), prompt.in_reasoning)
+
+    def _ids(self, marked: str, guard: InputGuard, places: Placeholders | None) -> list[int]:
+        """The ids of a rendering."""
         ids: list[int] = []
         for piece, control in self._tokenizer.split(marked):
-            ids += self._tokenizer.encode(piece if control else guard.strip(piece), control=control)
-        return Prompt(ids, guard.strip(marked), ends_in_reasoning(marked))
+            if control:
+                ids += self._tokenizer.encode(piece, control=True)
+            elif places is None:
+                ids += self._tokenizer.encode(guard.strip(piece), control=False)
+            else:
+                ids += places.encode(guard.strip(piece), self._tokenizer)
+        return ids
+
+    def _markup(self, ids: list[int]) -> list[int]:
+        """The control tokens among `ids`."""
+        return [token for token in ids if self._tokenizer.control_text(token) is not None]
 
     def encode(
         self,

@@ -100,6 +100,7 @@ class InputGuard:
             if not any(chr(code) in text for text in texts) and not any(f"\\u{code:04x}" in text for text in lowered)
         )
         self.mark, self.number_mark = next(free, ""), next(free, "")
+        self.place_mark = next(free, "")  # for placeholders (written.py); a prompt can do without
         if not self.number_mark:
             raise TextError(
                 "the messages use every private-use character of Unicode, so that none is left to tell typed "

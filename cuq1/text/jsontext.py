@@ -62,6 +62,26 @@ def json_kind(text: str) -> str | None:
     return None
 
 
+def json_members(text: str) -> list[tuple[str, str]] | None:
+    """(key, text of the value) of the JSON object that is `text`, in order, repeated keys too; None if it is none."""
+    if json_kind(text) != "object":
+        return None
+    members: list[tuple[str, str]] = []
+    key: str | None = None
+    depth = start = position = 0
+    while (match := _TOKEN.match(text, position)) and match.lastgroup != "end":
+        position, token = match.end(), match["punctuation"]
+        if depth == 1 and key is None and match["string"]:
+            key = json.loads(match["string"])
+        elif depth == 1 and token == ":":
+            start = position
+        elif depth == 1 and token in (",", "}") and key is not None:
+            members.append((key, text[start : match.start("punctuation")].strip(JSON_WHITESPACE)))
+            key = None
+        depth += (token in ("{", "[")) - (token in ("}", "]"))
+    return members
+
+
 def _first_kind(match: re.Match[str]) -> str | None:
     if match["punctuation"]:
         return {"{": "object", "[": "array"}.get(match["punctuation"])

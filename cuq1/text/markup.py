@@ -1,4 +1,4 @@
-"""IQuest-Q1's output markup, and finding it in plain text."""
+"""The models' output markup, IQuest-Q1's and Qwen2.5's, and finding it in plain text."""
 
 import re
 from collections.abc import Collection
@@ -15,7 +15,10 @@ VALUE_OPEN = "<arg_value>"
 VALUE_CLOSE = "</arg_value>"
 
 CALL_MARKUP = frozenset({CALL_OPEN, CALL_CLOSE, KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE})
-MARKUP = CALL_MARKUP | {THINK_OPEN, THINK_CLOSE}
+HERMES_OPEN = "<tool_call>"
+HERMES_CLOSE = "</tool_call>"
+HERMES_MARKUP = frozenset({HERMES_OPEN, HERMES_CLOSE})
+MARKUP = CALL_MARKUP | HERMES_MARKUP | {THINK_OPEN, THINK_CLOSE}
 
 
 def ends_in_reasoning(prompt: str) -> bool:

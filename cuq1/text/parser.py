@@ -119,7 +119,8 @@ class OutputParser:
         if self._block is not None:
             status = self._block.feed(event)
             if status is BlockStatus.COMPLETE:
-                call = ToolCall(self._calls, new_call_id(), self._block.name, self._block.arguments)
+                raw = "".join(event.text for event in self._block.events)
+                call = ToolCall(self._calls, new_call_id(), self._block.name, self._block.arguments, raw)
                 deltas.append(Delta("tool_call", tool_call=call))
                 self._calls += 1
                 self._block = None

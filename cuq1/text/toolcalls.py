@@ -1,4 +1,4 @@
-"""One tool-call block: its grammar, and its arguments as JSON.
+"""Tool calls, and IQuest-Q1's block of one: its grammar, and its arguments as JSON.
 
     <iquest_tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>…</iquest_tool_call>
 
@@ -13,8 +13,9 @@ call only where all of this holds; otherwise the caller shows its text:
 
 import enum
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cuq1.text.jsontext import JSON_WHITESPACE, json_kind, quote
@@ -25,12 +26,16 @@ from cuq1.text.stream import Event
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A complete call; `arguments` is the text of a JSON object, `index` counts the calls of one output from 0."""
+    """A complete call; `arguments` is the text of a JSON object, `index` counts the calls of one output from 0.
+
+    raw: the block as the model wrote it, markup included; calls are equal without it.
+    """
 
     index: int
     id: str
     name: str
     arguments: str
+    raw: str = field(default="", compare=False)
 
     def to_openai(self) -> dict[str, Any]:
         """The element of a Chat Completions message's `tool_calls`."""
@@ -79,6 +84,32 @@ class BlockStatus(enum.Enum):
     MALFORMED = enum.auto()
 
 
+class Block(ABC):
+    """The events of one block, from its opening tag on.
+
+    name: the tool's; arguments: the text of a JSON object; both of use once the block is complete.
+    """
+
+    def __init__(self, catalog: ToolCatalog, opening: str) -> None:
+        self._catalog = catalog
+        self.events = [Event(opening, True)]  # without the one that made the block malformed
+        self.name = ""
+
+    @property
+    @abstractmethod
+    def arguments(self) -> str: ...
+
+    def feed(self, event: Event) -> BlockStatus:
+        """Takes the next event. After COMPLETE or MALFORMED the block takes no more."""
+        status = self._take(event)
+        if status is not BlockStatus.MALFORMED:
+            self.events.append(event)
+        return status
+
+    @abstractmethod
+    def _take(self, event: Event) -> BlockStatus: ...
+
+
 class _Part(enum.Enum):
     NAME = enum.auto()
     KEY = enum.auto()
@@ -95,35 +126,23 @@ _PART_AFTER = {
 }
 
 
-class ToolBlock:
-    """The events of one block, from just after its opening tag."""
+class ToolBlock(Block):
+    """IQuest-Q1's."""
 
     def __init__(self, catalog: ToolCatalog) -> None:
-        self._catalog = catalog
+        super().__init__(catalog, CALL_OPEN)
         self._part = _Part.NAME
-        self._raw = [CALL_OPEN]
         self._text: list[str] = []
         self._key = ""
         self._arguments: dict[str, str] = {}
-        self.name = ""
-
-    @property
-    def raw(self) -> str:
-        """The block's text so far, opening tag included, without the event that made it malformed."""
-        return "".join(self._raw)
 
     @property
     def arguments(self) -> str:
-        """The arguments as the text of a JSON object; of use once the block is complete."""
         return "{" + ", ".join(f"{quote(key)}: {value}" for key, value in self._arguments.items()) + "}"
 
-    def feed(self, event: Event) -> BlockStatus:
-        """Takes the next event. After COMPLETE or MALFORMED the block takes no more."""
+    def _take(self, event: Event) -> BlockStatus:
         markup = event.text if event.control and event.text in CALL_MARKUP else None
-        status = self._take_text(event.text) if markup is None else self._take_markup(markup)
-        if status is not BlockStatus.MALFORMED:
-            self._raw.append(event.text)
-        return status
+        return self._take_text(event.text) if markup is None else self._take_markup(markup)
 
     def _take_text(self, text: str) -> BlockStatus:
         if self._part in (_Part.BEFORE_VALUE, _Part.AFTER_VALUE):

@@ -241,7 +241,7 @@ def _any_tool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolcalls.ToolBlock, "raw", property(lambda self: ""))
+    monkeypatch.setattr(parser.OutputParser, "_abandon_block", lambda self, deltas: setattr(self, "_block", None))
 
 
 @pytest.mark.parametrize("flaw", [_no_hold_back, _lenient_values, _rounded_numbers, _any_tool, _lost_blocks])
