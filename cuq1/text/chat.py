@@ -113,18 +113,28 @@ class ChatTemplate:
                 "the messages or tools are nested too deeply: flatten their arguments or schemas"
             ) from error
         marked = self._template.render(variables, guard)
-        ids = self._ids(marked, guard, None)
-        prompt = Prompt(ids, guard.strip(marked), ends_in_reasoning(marked))
-        if not written or not guard.place_mark:
-            return prompt
-        places = Placeholders(guard.place_mark, written)
+        in_reasoning = ends_in_reasoning(marked)
+        if written and guard.place_mark:
+            ids = self._written_ids(marked, Placeholders(guard.place_mark, written), variables, messages, guard)
+            if ids is not None:
+                return Prompt(ids, self._tokenizer.decode(ids), in_reasoning)
+        return Prompt(self._ids(marked, guard, None), guard.strip(marked), in_reasoning)
+
+    def _written_ids(
+        self,
+        plain: str,
+        places: Placeholders,
+        variables: dict[str, Any],
+        messages: list[dict[str, Any]],
+        guard: InputGuard,
+    ) -> list[int] | None:
+        """The ids with what was written; None where the markup is not that of the `plain` rendering."""
         marked = self._template.render(variables | {"messages": guard.protect(places.put(messages))}, guard)
         if not places.found(marked):
-            return prompt
+            return None
         ids = self._ids(marked, guard, places)
-        if self._markup(ids) != self._markup(prompt.ids):
-            return prompt
-        return Prompt(ids, self._tokenizer.decode(ids), prompt.in_reasoning)
+        markup = [text for token in ids if (text := self._tokenizer.control_text(token)) is not None]
+        return ids if markup == [piece for piece, control in self._tokenizer.split(plain) if control] else None
 
     def _ids(self, marked: str, guard: InputGuard, places: Placeholders | None) -> list[int]:
         """The ids of a rendering."""
@@ -137,10 +147,6 @@ class ChatTemplate:
             else:
                 ids += places.encode(guard.strip(piece), self._tokenizer)
         return ids
-
-    def _markup(self, ids: list[int]) -> list[int]:
-        """The control tokens among `ids`."""
-        return [token for token in ids if self._tokenizer.control_text(token) is not None]
 
     def encode(
         self,
