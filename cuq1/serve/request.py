@@ -1,9 +1,9 @@
 """What the HTTP dialects and the engine's worker say to each other: an answer asked for, and the events of it.
 
 A dialect turns its request into a `Generation`, gives it to `Service.generate`, and renders the events that come
-back. They come in this order: Queued, any number of times; Started, once; Piece and CallPiece as they are settled;
-Queued again only while the prompt is computed, before the first piece; Finished, last and always, unless the request
-was refused (ApiError) before it was queued. Leaving the iterator (`aclose`) cancels.
+back. They come in this order: Queued, once at least; Started, once; Piece and CallPiece as they are settled; Finished,
+last and always. Queued(0) stands between them wherever a few seconds pass without anything else. An answer that fails,
+or is cut off by the server's end, has a Finished with an error, also before it was started.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -86,7 +86,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits (`position` requests are before it) or its prompt is computed (0).
+    """`position` requests are before this one; 0 where it is computed, and there is nothing new to say.
 
     Repeated every few seconds, for a dialect to keep the connection alive with.
     """
@@ -174,6 +174,13 @@ class Renderer(Protocol):
         """The number of the prompt's tokens."""
 
 
+class Answer(AsyncIterator[Event], Protocol):
+    """The events of one answer. Whoever has it must read it to its end or close it."""
+
+    async def aclose(self) -> None:
+        """Cancel what is still to come; at any time, any number of times."""
+
+
 class Service(Protocol):
     """What a dialect gets (`request.app.state.service`)."""
 
@@ -193,5 +200,5 @@ class Service(Protocol):
     def renderer(self) -> Renderer:
         """The chat template."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[Event]:
-        """Queue an answer and follow it. Raises ApiError where the queue is full or the server is stopping."""
+    def generate(self, generation: Generation) -> "Answer":
+        """Queue an answer, at once. Raises ApiError where the queue is full or the server is stopping."""

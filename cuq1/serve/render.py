@@ -1,0 +1,65 @@
+"""From messages and tools to a prompt, by the checkpoint's chat template."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuq1.errors import TextError
+from cuq1.serve.request import ApiError
+from cuq1.text import ChatTemplate, Prompt, TextSource, Tokenizer
+from cuq1.text.formats import CallFormat
+
+NOTHING: Mapping[str, Any] = {}
+
+
+class ChatRenderer:
+    """The Renderer of a checkpoint; one without a template refuses every chat, and serves raw prompts."""
+
+    def __init__(self, source: TextSource, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._template: ChatTemplate | None = None
+        self._missing = ""
+        try:
+            self._template = ChatTemplate.load(source, tokenizer)
+        except TextError as error:
+            self._missing = str(error)
+
+    @property
+    def calls(self) -> CallFormat | None:
+        """How the model writes tool calls; None where only the tokenizer can tell."""
+        return None if self._template is None else self._template.calls
+
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] = NOTHING,
+    ) -> Prompt:
+        """As Renderer.prompt."""
+        if self._template is None:
+            raise ApiError("invalid", f"this model has no chat template ({self._missing})", "messages")
+        try:
+            return self._template.prompt(
+                messages, tools=tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs
+            )
+        except TextError as error:
+            raise ApiError("invalid", str(error), _field(str(error))) from None
+
+    def count(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] = NOTHING,
+    ) -> int:
+        """As Renderer.count."""
+        prompt = self.prompt(messages, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
+        return len(prompt.ids)
+
+
+def _field(message: str) -> str:
+    """The field that a refusal begins with (see cuq1.text.messages), or the messages as a whole."""
+    first = message.split(" ", 1)[0]
+    return first if first.startswith(("messages", "tools", "chat_template_kwargs")) else "messages"

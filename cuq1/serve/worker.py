@@ -1,0 +1,326 @@
+"""The engine's thread: it opens the engine, computes the answers one by one, and opens the engine again if it fails."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from cuq1.engine import Engine
+from cuq1.errors import Cuq1Error, RequestError
+from cuq1.sampling import DecodeStream, Round
+from cuq1.serve.answering import Answering
+from cuq1.serve.job import Job
+from cuq1.serve.request import ApiError, Finished, Reason, Started
+from cuq1.text import Tokenizer
+from cuq1.text.formats import CallFormat
+
+State = Literal["loading", "ready", "restarting", "failed", "closed"]
+
+STEP = 256  # tokens of a prompt between two looks at whether anybody still wants the answer, at first
+STEP_SECONDS = 0.2  # and what they should take: steps grow until they do
+MAX_STEP = 16 * STEP
+
+
+class EngineFailure(Exception):  # noqa: N818  (it is no error of a caller's)
+    """What the engine raised, where it cannot be the request's fault."""
+
+
+class Worker:
+    """Answers are computed in the order of `put`. Everything but the thread's own methods may be called from anywhere.
+
+    open_engine: called on the thread, also after a failure, at most `restarts` times. finished: called on the thread
+    after each answer.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        tokenizer: Tokenizer,
+        calls: CallFormat | None,
+        *,
+        restarts: int = 1,
+        finished: Callable[[Job], None] = lambda job: None,
+        changed: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        self._open_engine, self._tokenizer, self._calls = open_engine, tokenizer, calls
+        self._restarts, self._finished, self._changed = restarts, finished, changed
+        self._lock = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: Job | None = None
+        self._closing = False
+        self._opened = threading.Event()
+        self._engine: Engine | None = None
+        self._step = STEP
+        self.state: State = "loading"
+        self.error: Exception | None = None  # why the engine is not there
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> Engine:
+        """Open the engine; raises what that raises."""
+        self._thread.start()
+        self._opened.wait()
+        if self._engine is None:
+            assert self.error is not None
+            raise self.error
+        return self._engine
+
+    def put(self, job: Job, bound: int) -> None:
+        """Queue a job, where at most `bound` wait then beside the one that is computed. Raises ApiError."""
+        with self._lock:
+            if self._closing or self.state in ("failed", "closed"):
+                raise self._refusal()
+            if self.state == "restarting":
+                raise ApiError("busy", "the engine failed and is starting again: try again in a while")
+            if len(self._waiting) + (self._running is not None) > bound:
+                raise ApiError("busy", f"{bound} requests are waiting already, and no more are taken: try again later")
+            self._waiting.append(job)
+            self._lock.notify_all()
+
+    def drop(self, job: Job) -> None:
+        """Nobody wants this job any more: it leaves the queue, or stops at the engine's next sign of life."""
+        job.cancel()
+        with self._lock:
+            if job not in self._waiting:
+                return
+            self._waiting.remove(job)
+        self._end(job, "cancelled")
+
+    def position(self, job: Job) -> int:
+        """How many jobs are computed before this one, the running one among them; 0 for that itself."""
+        with self._lock:
+            if job is self._running or job.done:
+                return 0
+            with suppress(ValueError):
+                return self._waiting.index(job) + (self._running is not None)
+        return 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take nothing more, finish what is queued or, without `drain`, end it with an error; then close the engine.
+
+        False where that took longer than `timeout` seconds.
+        """
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if not drain:
+            self.abort(ApiError("shutting_down", "the server is shutting down: try again later"))
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def abort(self, error: ApiError) -> None:
+        """End all jobs with an error."""
+        with self._lock:
+            jobs = list(self._waiting)
+            self._waiting.clear()
+            running = self._running
+        for job in jobs:
+            self._end(job, "error", error)
+        if running is not None:
+            running.put([_ended(running, "error", error)])
+            running.cancel()
+
+    def refuse(self) -> None:
+        """Take nothing more, but finish what is queued."""
+        with self._lock:
+            self._closing = True
+
+    def _refusal(self) -> ApiError:
+        if self._closing:
+            return ApiError("shutting_down", "the server is shutting down: try again later")
+        return ApiError("failed", "the engine has failed, and the server has to be started again", status=503)
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            self._enter("ready", self._open_engine())
+        except Exception as error:
+            self.error = error
+            self._set("failed")
+            self._opened.set()
+            return
+        self._opened.set()
+        while (job := self._next()) is not None:
+            try:
+                self._answer(job)
+            except EngineFailure as failure:
+                self._recover(failure, job)
+            except Exception as error:  # a defect outside of the engine costs this answer alone
+                self._end(job, "error", _defect(error))
+            finally:
+                with self._lock:
+                    self._running = None
+        self._leave("closed")
+
+    def _enter(self, state: State, engine: Engine) -> None:
+        self._engine = engine
+        self._set(state)
+
+    def _leave(self, state: State) -> None:
+        engine, self._engine = self._engine, None
+        self._set(state)
+        if engine is not None:
+            with suppress(Exception):  # it may be what failed
+                engine.close()
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        self._changed(state)
+
+    def _next(self) -> Job | None:
+        """The next job that somebody wants; None at the end."""
+        with self._lock:
+            while not self._waiting and not self._closing:
+                self._lock.wait()
+            if not self._waiting or self._engine is None:
+                return None
+            self._running = self._waiting.popleft()
+            return self._running
+
+    def _answer(self, job: Job) -> None:
+        """Compute one answer."""
+        engine = self._engine
+        assert engine is not None
+        generation = job.generation
+        job.measures.started = time.monotonic()
+        answering = Answering(self._tokenizer, generation, job.measures, self._calls)
+        stream: DecodeStream | None = None
+        try:
+            if not self._prefill(engine, job):
+                self._end(job, "cancelled", answering=answering)
+                return
+            with _engine_calls():
+                mask = None if generation.constraint is None else generation.constraint.mask()
+                stream = engine.decode(generation.params, mask=mask)
+            while (step := self._round(stream)) is not None:
+                if job.measures.first_token is None:
+                    job.measures.first_token = time.monotonic()
+                job.put(answering.feed(step))
+                if job.cancelled or answering.stopped:
+                    break
+            reason: Reason = "cancelled" if job.cancelled else stream.finish_reason or "stop"
+            self._end(job, reason, answering=answering)
+        except _Refused as refused:
+            self._end(job, "error", refused.error, answering)
+        finally:
+            if stream is not None:
+                with suppress(Exception):  # where it failed, it has been said
+                    stream.close()
+
+    def _round(self, stream: DecodeStream) -> Round | None:
+        with _engine_calls():
+            return next(stream, None)
+
+    def _prefill(self, engine: Engine, job: Job) -> bool:
+        """Compute the prompt, in steps; False where the answer was cancelled on the way."""
+        ids = job.generation.prompt.ids
+        done = _common(engine.tokens, ids)
+        started = False
+        while not job.cancelled:
+            end = min(len(ids), done + self._step)
+            begun = time.monotonic()
+            with _engine_calls():
+                kept = engine.prefill(ids[:end])
+            if not started:
+                job.put([Started(len(ids), kept)])
+                started = True
+            self._pace(end - max(kept, done), time.monotonic() - begun)
+            if end == len(ids):
+                return True
+            done = end
+        return False
+
+    def _pace(self, tokens: int, seconds: float) -> None:
+        """Longer steps where they are quick, shorter ones where they are not; always in whole chunks."""
+        if tokens < self._step:
+            return
+        if seconds < STEP_SECONDS / 2:
+            self._step = min(2 * self._step, MAX_STEP)
+        elif seconds > 2 * STEP_SECONDS:
+            self._step = max(self._step // 2, STEP)
+
+    def _recover(self, failure: EngineFailure, job: Job) -> None:
+        """All pending answers end with an error, and the engine is opened again if that may help."""
+        self._set("restarting" if self._restarts else "failed")
+        self.error = failure
+        error = ApiError("failed", "the engine failed while it computed: try again")
+        self._end(job, "error", error)
+        self.abort(error)
+        self._leave(self.state)
+        if not self._restarts or self._closing:
+            self._set("failed")
+            return
+        self._restarts -= 1
+        try:
+            self._enter("ready", self._open_engine())
+        except Exception as again:
+            self.error = again
+            self._set("failed")
+            self.abort(error)
+
+    def _end(self, job: Job, reason: Reason, error: ApiError | None = None, answering: Answering | None = None) -> None:
+        """The job's last event."""
+        if job.measures.finished is not None:
+            return
+        job.measures.finished = time.monotonic()
+        job.measures.reason = reason
+        if answering is None:
+            job.put([_ended(job, reason, error)])
+        else:
+            events = answering.finish(reason, error)
+            end = events[-1]
+            assert isinstance(end, Finished)
+            job.measures.reason = end.reason
+            job.put(events)
+        self._finished(job)
+
+
+class _Refused(Exception):  # noqa: N818
+    """The engine found fault with the request."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__()
+        self.error = error
+
+
+@contextmanager
+def _engine_calls() -> Iterator[None]:
+    """What an engine's call raises: the request's fault, this answer's alone, or the engine's."""
+    try:
+        yield
+    except RequestError as error:
+        raise _Refused(ApiError("invalid", str(error))) from None
+    except Exception as error:
+        if type(error) is Cuq1Error:  # damaged values or a grammar without a way on: the next answer may be fine
+            raise _Refused(ApiError("failed", str(error))) from None
+        raise EngineFailure(f"{type(error).__name__}: {error}") from error
+
+
+def _ended(job: Job, reason: Reason, error: ApiError | None) -> Finished:
+    measures = job.measures
+    return Finished(reason, None, measures.completion_tokens, measures.reasoning_tokens, measures.mean_accepted, error)
+
+
+def _defect(error: Exception) -> ApiError:
+    return ApiError("failed", f"the server has a defect ({type(error).__name__}): report it, with the request")
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    count = 0
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
