@@ -73,6 +73,15 @@ _ALSO_CALLED = {
 _LARGEST = 2**31 - 1
 
 
+# Keys of generation_config.json that change which token is taken, unless they have these values.
+_UNAPPLIED: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "num_beams"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "penalty_alpha"), 0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
+}
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """Sampling parameters of generation_config.json; top_k 0 means no limit."""
@@ -462,6 +471,12 @@ def load_sampling_defaults(model_dir: str | Path, config: Q1Config) -> SamplingD
     if not is_present(path):
         return SamplingDefaults(stop_tokens=config.eos_token_ids)
     return parse_sampling_defaults(read_json(path), config.eos_token_ids, config.vocab_size, str(path))
+
+
+def unapplied_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """What generation_config.json's object asks of sampling that is not computed, as `repetition_penalty 1.1`."""
+    asked = {key: raw[key] for key, neutral in _UNAPPLIED.items() if raw.get(key) not in (None, [], {}, neutral)}
+    return tuple(f"{key} {value}" if isinstance(value, int | float) else key for key, value in asked.items())
 
 
 def parse_sampling_defaults(

@@ -6,8 +6,11 @@ from pathlib import Path
 from cuq1.checkpoint import RankShare
 from cuq1.checkpoint.nanoqwen import Nanoqwen
 from cuq1.checkpoint.qwen2 import Qwen2Model, is_qwen2, open_qwen2
-from cuq1.config import Q1Config, SamplingDefaults, load_config, load_sampling_defaults
+from cuq1.config import Q1Config, SamplingDefaults, load_config, load_sampling_defaults, parse_json, unapplied_settings
 from cuq1.text import PackedText, TextSource
+from cuq1.text.source import label, read_file
+
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Description:
     @property
     def is_qwen2(self) -> bool:
         return not isinstance(self.source, Path)
+
+    @property
+    def unapplied(self) -> tuple[str, ...]:
+        """What the checkpoint asks of sampling and no engine computes, as `repetition_penalty 1.1`."""
+        content = read_file(self.text, _GENERATION)
+        return () if content is None else unapplied_settings(parse_json(content, label(self.text, _GENERATION)))
 
     def check_ranks(self, tp: int) -> None:
         """ConfigError for a number of ranks that does not divide the model."""

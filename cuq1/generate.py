@@ -188,6 +188,10 @@ def _generate(options: argparse.Namespace, model: Description, part: Part | None
     output = OutputStream(
         tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning, calls=request.calls
     )
+    if model.unapplied:
+        sys.stderr.write(
+            f"cuq1.generate: not applied, though the checkpoint asks for it: {', '.join(model.unapplied)}\n"
+        )
     writer = None if options.json else TerminalWriter() if sys.stdout.isatty() else PlainWriter()
     if part is not None and options.device == "cuda" and options.tp > 1:
         require_devices(options.tp)

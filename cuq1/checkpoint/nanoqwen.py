@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from cuq1.checkpoint import int4
 from cuq1.checkpoint.nanoqwen_dims import Dims, Place
-from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, Header, decode_header
-from cuq1.config import parse_json
+from cuq1.checkpoint.nanoqwen_header import CHUNK_BYTES, FILES, HEADER_BYTES, MAGIC, Header, decode_header
+from cuq1.config import is_present, parse_json
 from cuq1.config_qwen2 import Qwen2Config, parse_qwen2
 from cuq1.errors import CheckpointError
 
@@ -162,7 +162,10 @@ def _map(path: Path) -> tuple[mmap.mmap, Header, int]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            header, checksums_crc = decode_header(file.read(HEADER_BYTES), size, str(path))
+            raw = file.read(HEADER_BYTES)
+            if path.suffix != SUFFIX and not raw.startswith(MAGIC) and is_present(path.parent / "config.json"):
+                raise CheckpointError(f"{path} is one file of a checkpoint: point to its folder, {path.parent}")
+            header, checksums_crc = decode_header(raw, size, str(path))
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), header, checksums_crc
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: make it with python -m cuq1.pack") from None

@@ -99,6 +99,7 @@ class ChatTemplate:
         try:
             messages, tools = check_messages(messages), check_tools([] if tools is None else tools)
             others = check_variables(template_kwargs or {}, self._special_tokens)
+            messages = self._template.adapted(messages)
             guard = InputGuard(self._spellings, [messages, tools, others], self._source)
             variables = {
                 **({} if enable_thinking is None else {"enable_thinking": enable_thinking}),

@@ -23,6 +23,7 @@ from cuq1.text.jsontext import refuse_constant
 
 # The name under which a rendering's InputGuard reaches the filters; nothing in it is secret from the template.
 _GUARD = "_input_guard"
+_DUMPED_ARGUMENTS = re.compile(r"arguments\s*\|\s*tojson")
 
 
 class _RefusalError(jinja2.TemplateError):
@@ -65,12 +66,16 @@ def _float(written: str) -> float:
     return number if repr(number) == written else _ExactNumber(written)
 
 
+def _read_json(text: str) -> Any:
+    """The value of a JSON text, for a template: numbers keep the digits that were written."""
+    return json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=refuse_constant)
+
+
 @jinja2.pass_context
 def _fromjson(context: Context, text: str) -> Any:
     """The value of a JSON text. Strings are marked anew: an escape may have hidden a control token until now."""
     guard: InputGuard = context[_GUARD]
-    value = json.loads(guard.strip(text), parse_int=_integer, parse_float=_float, parse_constant=refuse_constant)
-    return guard.protect(value)
+    return guard.protect(_read_json(guard.strip(text)))
 
 
 @jinja2.pass_context
@@ -120,6 +125,8 @@ class Template:
     def __init__(self, name: str, source: str) -> None:
         """Raises TextError where `source` is no template."""
         self._name = name
+        # It takes a call's arguments for an object, and would put a string with one, as clients send it, into quotes.
+        self._wants_objects = _DUMPED_ARGUMENTS.search(source) is not None and "fromjson" not in source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
         )
@@ -133,6 +140,17 @@ class Template:
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TextError(f"{name} is no valid chat template ({line}{error}): fetch the file again") from error
 
+    def adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Checked messages, with the arguments of calls in the form that this template can write."""
+        if not self._wants_objects:
+            return messages
+        return [
+            {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+
     def render(self, variables: Mapping[str, Any], guard: InputGuard) -> str:
         """The text of the template, marks of `guard` included. Raises TextError where the template fails."""
         try:
@@ -145,6 +163,13 @@ class Template:
             raise TextError(
                 f"{self._name} fails on these messages ({problem}): change the messages, or repair the template"
             ) from error
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": _read_json(function["arguments"])}}
 
 
 def _one_line(message: str) -> str:

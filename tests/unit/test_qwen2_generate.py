@@ -142,6 +142,30 @@ def test_other_folders(generate, folder):
     refused(generate("--model", folder, "--prompt", "a"), "model.safetensors")
 
 
+def test_a_file_of_the_folder_is_not_the_model(generate, folder, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        refused(generate("--model", folder / name, "--prompt", "a"), folder / name, f"point to its folder, {folder}")
+    (tmp_path / "alone.json").write_text("{}")
+    refused(generate("--model", tmp_path / "alone.json", "--prompt", "a"), "alone.json is not a .nanoqwen file")
+
+
+def test_what_is_not_applied_is_said(generate, folder, tmp_path):
+    """Once, and only where it would change anything; the answer and the status stay."""
+    path = folder / "generation_config.json"
+    defaults = json.loads(path.read_text())
+    for asked, said in (
+        ({"repetition_penalty": 1.05, "min_p": 0.1, "bad_words_ids": [[3]]}, "repetition_penalty 1.05, min_p 0.1, bad"),
+        ({"repetition_penalty": 1.0, "min_p": None, "suppress_tokens": []}, ""),
+    ):
+        path.write_text(json.dumps({**defaults, **asked}))
+        packed = tmp_path / "packed.nanoqwen"
+        pack(folder, packed)
+        for model in (folder, packed):
+            status, out, err = generate("--model", model, "--prompt", "a", "--max-tokens", 2, "--seed", 1)
+            assert (status, bool(out), err.count("\n")) == (0, True, bool(said))
+            assert said in err
+
+
 def test_a_file_that_is_damaged(generate, models, tmp_path):
     path, raw = tmp_path / "m.nanoqwen", models[1].read_bytes()
     tensors = struct.unpack_from("<Q", raw, 80)[0]

@@ -280,6 +280,30 @@ def test_numbers_of_string_arguments_stay_as_written() -> None:
     assert f"<arg_value>{big}</arg_value>" in text
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ f.arguments | tojson }}", '{"a": 1.10, "b": "<é>"}'),
+        ("{{ f.arguments|tojson }}", '{"a": 1.10, "b": "<é>"}'),
+        ("{{ f.arguments if f.arguments is string else f.arguments | tojson }}", '{"a": 1.10, "b": "<é>"}'),
+        ("{{ f.arguments }}", '{"a": 1.10,"b":"<\\u00e9>"}'),
+        ("{{ (f.arguments | fromjson).a }}{# f.arguments | tojson #}", "1.10"),
+    ],
+)
+def test_arguments_come_as_the_template_takes_them(source: str, shown: str) -> None:
+    """A client sends a string with an object, and a template that dumps it must not put it into quotes."""
+    chat = template_of(f"{{% set f = messages[0].tool_calls[0].function %}}{source}")
+    call = {"function": {"name": "f", "arguments": '{"a": 1.10,"b":"<\\u00e9>"}'}}
+    assert chat.render([{"role": "assistant", "tool_calls": [call]}]) == shown
+
+
+def test_a_control_token_in_dumped_arguments_stays_text() -> None:
+    chat = template_of("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    call = {"function": {"name": "f", "arguments": '{"a": "\\u003c|iquest_end|>"}'}}
+    ids = chat.encode([{"role": "assistant", "tool_calls": [call]}])
+    assert ids == TOKENIZER.encode('{"a": "<|iquest_end|>"}', control=False)
+
+
 def test_tojson_takes_the_ecosystems_arguments() -> None:
     chat = template_of("{{ tools | tojson(indent=1) }}|{{ {'b': 1, 'a': '<é>'} | tojson(separators=(',', ':')) }}")
     tools = [{"type": "function", "function": {"name": "é"}}]
