@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from cuq1.sampling import Round
 from cuq1.serve.job import Measures
 from cuq1.serve.request import ApiError, CallPiece, Event, Finished, Generation, Piece, Reason, TokenInfo, TopToken
+from cuq1.serve.turns import Call, TurnMemory
 from cuq1.text import Delta, Tokenizer
 from cuq1.text.formats import CallFormat
 from cuq1.text.output import OutputStream
@@ -14,8 +15,14 @@ class Answering:
     """Feed it the rounds of an answer; `stopped` says that a stop string has ended it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, generation: Generation, measures: Measures, calls: CallFormat | None = None
+        self,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        measures: Measures,
+        calls: CallFormat | None = None,
+        turns: TurnMemory | None = None,
     ) -> None:
+        """calls: how the model writes them; turns: where answers with calls are kept as they were written."""
         self._tokenizer = tokenizer
         self._stop_tokens = frozenset(generation.params.stop_tokens)
         self._with_logprobs = generation.logprobs is not None
@@ -27,7 +34,9 @@ class Answering:
             calls=calls,
         )
         self._measures = measures
+        self._turns, self._in_reasoning = turns, generation.prompt.in_reasoning
         self._calls = 0
+        self._ids: list[int] = []
         self._infos: list[TokenInfo] = []  # of tokens whose text is held back
 
     @property
@@ -46,6 +55,7 @@ class Answering:
             measures.completion_tokens += 1
             if token in self._stop_tokens:
                 break  # the last one, and no text
+            self._ids.append(token)
             measures.reasoning_tokens += self._output.in_reasoning
             if self._with_logprobs and place < len(step.logprobs):
                 self._infos.append(self._info(token, step, place))
@@ -57,8 +67,9 @@ class Answering:
     def finish(self, reason: Reason, error: ApiError | None = None) -> list[Event]:
         """What was held back, and the end."""
         events = list(self._events(self._output.finish()[1]))
-        if reason == "stop" and self._calls:
-            reason = "tool_calls"
+        if self._calls:
+            self._remember()
+            reason = "tool_calls" if reason == "stop" else reason
         measures = self._measures
         end = Finished(
             reason="stop_string" if self.stopped and error is None else reason,
@@ -67,8 +78,17 @@ class Answering:
             reasoning_tokens=measures.reasoning_tokens,
             accepted=measures.mean_accepted,
             error=error,
+            ids=tuple(self._ids),
         )
         return [*events, end]
+
+    def _remember(self) -> None:
+        """Keep what was written under its calls' ids. A stop string leaves less in the message than in the tokens."""
+        if self._turns is None or self.stopped:
+            return
+        message = self._output.message()
+        calls = [Call(call.id, call.name, call.arguments) for call in message.tool_calls]
+        self._turns.remember(calls, message.content, message.reasoning, self._ids, in_reasoning=self._in_reasoning)
 
     def _events(self, deltas: list[Delta]) -> Iterator[Event]:
         tokens, accepted = self._measures.completion_tokens, self._measures.mean_accepted

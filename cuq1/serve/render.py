@@ -5,8 +5,10 @@ from typing import Any
 
 from cuq1.errors import TextError
 from cuq1.serve.request import ApiError
-from cuq1.text import ChatTemplate, Prompt, TextSource, Tokenizer
+from cuq1.serve.turns import TurnMemory
+from cuq1.text import ChatTemplate, Prompt, TextSource, Tokenizer, check_messages
 from cuq1.text.formats import CallFormat
+from cuq1.text.written import Written
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -14,8 +16,9 @@ NOTHING: Mapping[str, Any] = {}
 class ChatRenderer:
     """The Renderer of a checkpoint; one without a template refuses every chat, and serves raw prompts."""
 
-    def __init__(self, source: TextSource, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, source: TextSource, tokenizer: Tokenizer, turns: TurnMemory | None = None) -> None:
+        """turns: what the model wrote lately, to be rendered as it did."""
+        self._turns = turns
         self._template: ChatTemplate | None = None
         self._missing = ""
         try:
@@ -40,8 +43,11 @@ class ChatRenderer:
         if self._template is None:
             raise ApiError("invalid", f"this model has no chat template ({self._missing})", "messages")
         try:
+            written: Mapping[int, Written] = {}
+            if self._turns is not None:
+                messages, written = self._turns.restore(check_messages(messages))
             return self._template.prompt(
-                messages, tools=tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs
+                messages, tools=tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs, written=written
             )
         except TextError as error:
             raise ApiError("invalid", str(error), _field(str(error))) from None

@@ -8,14 +8,16 @@ or is cut off by the server's end, has a Finished with an error, also before it 
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from cuq1.sampling import DecodeParams
 from cuq1.text import Prompt
 
+if TYPE_CHECKING:
+    from cuq1.serve.structured import Constraint, Grammars
+
 ErrorKind = Literal["invalid", "too_long", "too_large", "busy", "auth", "not_found", "failed", "shutting_down"]
 Reason = Literal["stop", "length", "tool_calls", "stop_string", "error", "cancelled"]
-Constraint: TypeAlias = Any
 
 STATUS: Mapping[ErrorKind, int] = {
     "invalid": 400,
@@ -39,7 +41,7 @@ class ApiError(Exception):
     def __init__(self, kind: ErrorKind, message: str, param: str | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        self.message = message
+        self.message = message.encode("utf-8", "replace").decode()  # a name that was sent may be no Unicode
         self.param = param
         self.status = STATUS[kind] if status is None else status
 
@@ -59,7 +61,7 @@ class Generation:
     params: DecodeParams
     stops: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
-    constraint: Constraint | None = None
+    constraint: "Constraint | None" = None
     logprobs: int | None = None
     hint: str = ""
     echo: bool = False
@@ -132,7 +134,10 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end: why, how many tokens (those of the reasoning among them), accepted drafts a round."""
+    """The end: why, how many tokens (those of the reasoning among them), accepted drafts a round.
+
+    ids: the answer's tokens, control tokens included, without a stop token that ended it.
+    """
 
     reason: Reason
     stop_string: str | None = None
@@ -140,7 +145,7 @@ class Finished:
     reasoning_tokens: int = 0
     accepted: float = 0.0
     error: ApiError | None = None
-    tokens: tuple[TokenInfo, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 Event: TypeAlias = Queued | Started | Piece | CallPiece | Finished
@@ -195,6 +200,10 @@ class Service(Protocol):
     @property
     def defaults(self) -> DecodeParams:
         """The checkpoint's sampling defaults, stop tokens included: what a request leaves out."""
+
+    @property
+    def grammars(self) -> "Grammars":
+        """Compiles what a request asks of its answer. It may take long: call it in a thread."""
 
     @property
     def renderer(self) -> Renderer:

@@ -8,10 +8,13 @@ from dataclasses import replace
 
 from cuq1.engine import Engine
 from cuq1.sampling import DecodeParams
+from cuq1.serve.answering import Answering
 from cuq1.serve.job import Job, Measures
 from cuq1.serve.metrics import Metrics
 from cuq1.serve.render import ChatRenderer
 from cuq1.serve.request import ApiError, Event, Finished, Generation, Queued
+from cuq1.serve.structured import Grammars
+from cuq1.serve.turns import TurnMemory
 from cuq1.serve.worker import State, Worker
 from cuq1.text import TextSource, Tokenizer
 
@@ -44,7 +47,8 @@ class EngineService:
     ) -> None:
         self.model_name = model_name
         self.tokenizer = Tokenizer.load(text, vocab_size)
-        self.renderer = ChatRenderer(text, self.tokenizer)
+        self.turns = TurnMemory(self.tokenizer)
+        self.renderer = ChatRenderer(text, self.tokenizer, self.turns)
         self.metrics = Metrics(self)
         self.max_queue, self.keep_alive = max_queue, keep_alive
         self.context = 0 if context is None else context
@@ -52,8 +56,7 @@ class EngineService:
         self._changed = changed
         self.worker = Worker(
             open_engine,
-            self.tokenizer,
-            self.renderer.calls,
+            lambda job: Answering(self.tokenizer, job.generation, job.measures, self.renderer.calls, self.turns),
             restarts=restarts,
             finished=lambda job: self.metrics.count(job.measures),
             changed=self._note,
@@ -69,6 +72,7 @@ class EngineService:
         engine = self.worker.start()
         self.context = min(self.context, engine.context) if self.context else engine.context
         self.defaults = engine.default_params
+        self.grammars = Grammars(self.tokenizer, self.defaults.stop_tokens, self.renderer.calls)
 
     @property
     def state(self) -> State:

@@ -13,8 +13,6 @@ from cuq1.sampling import DecodeStream, Round
 from cuq1.serve.answering import Answering
 from cuq1.serve.job import Job
 from cuq1.serve.request import ApiError, Finished, Reason, Started
-from cuq1.text import Tokenizer
-from cuq1.text.formats import CallFormat
 
 State = Literal["loading", "ready", "restarting", "failed", "closed"]
 
@@ -30,21 +28,20 @@ class EngineFailure(Exception):  # noqa: N818  (it is no error of a caller's)
 class Worker:
     """Answers are computed in the order of `put`. Everything but the thread's own methods may be called from anywhere.
 
-    open_engine: called on the thread, also after a failure, at most `restarts` times. finished: called on the thread
-    after each answer.
+    open_engine: called on the thread, also after a failure, at most `restarts` times. answering: makes what reads a
+    job's tokens. finished: called once for each job, when it has ended.
     """
 
     def __init__(
         self,
         open_engine: Callable[[], Engine],
-        tokenizer: Tokenizer,
-        calls: CallFormat | None,
+        answering: Callable[[Job], Answering],
         *,
         restarts: int = 1,
         finished: Callable[[Job], None] = lambda job: None,
         changed: Callable[[State], None] = lambda state: None,
     ) -> None:
-        self._open_engine, self._tokenizer, self._calls = open_engine, tokenizer, calls
+        self._open_engine, self._answering = open_engine, answering
         self._restarts, self._finished, self._changed = restarts, finished, changed
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -194,14 +191,15 @@ class Worker:
         assert engine is not None
         generation = job.generation
         job.measures.started = time.monotonic()
-        answering = Answering(self._tokenizer, generation, job.measures, self._calls)
+        answering = self._answering(job)
         stream: DecodeStream | None = None
         try:
             if not self._prefill(engine, job):
                 self._end(job, "cancelled", answering=answering)
                 return
             with _engine_calls():
-                mask = None if generation.constraint is None else generation.constraint.mask()
+                constraint = generation.constraint
+                mask = None if constraint is None else constraint.mask(generation.prompt.in_reasoning)
                 stream = engine.decode(generation.params, mask=mask)
             while (step := self._round(stream)) is not None:
                 if job.measures.first_token is None:
