@@ -1,0 +1,134 @@
+"""The strings that a JSON schema allows, bare instead of quoted, as a terminal of a Lark grammar."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import llguidance
+
+ANYTHING = "/(?s:.*)/"
+_DEPTH = 20
+_UNKNOWN = ("not", "if", "$dynamicRef", "unevaluatedItems", "contentEncoding", "contentSchema")
+
+
+class UnsupportedError(Exception):
+    """What of a schema no grammar expresses, as the rest of a sentence."""
+
+
+def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
+    """The expression of a terminal that matches these strings; None where there are none.
+
+    root: what references point into. `format` is an annotation, and asks nothing of a string. Raises UnsupportedError.
+    """
+    if depth > _DEPTH:
+        raise UnsupportedError("its schema refers to itself: write the type out")
+    if schema is True:
+        return ANYTHING
+    if not isinstance(schema, Mapping):
+        return None
+    if found := [key for key in _UNKNOWN if key in schema]:
+        raise UnsupportedError(f"{found[0]} cannot be enforced: leave it out")
+    if "type" in schema and "string" not in _listed(schema["type"]):
+        return None
+    parts: list[str | None] = []
+    if "enum" in schema:
+        parts.append(_literals(schema["enum"]))
+    if "const" in schema:
+        parts.append(_literals([schema["const"]]))
+    if isinstance(schema.get("pattern"), str):
+        parts.append(_pattern(schema["pattern"]))
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        parts.append(f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/")
+    if "$ref" in schema:
+        parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
+    parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]
+    for union in ("anyOf", "oneOf"):  # for strings of one schema alone, oneOf's parts seldom overlap
+        if union in schema:
+            choices = [string_terminal(part, root, depth + 1) for part in _listed(schema[union])]
+            known = [choice for choice in choices if choice is not None]
+            if union == "oneOf" and len(known) > 1:
+                raise UnsupportedError("oneOf of several strings cannot be enforced: use anyOf")
+            parts.append(" | ".join(f"({choice})" for choice in known) or None)
+    if None in parts:
+        return None
+    return " & ".join(f"({part})" for part in parts) or ANYTHING
+
+
+def resolve(reference: Any, root: Any) -> Any:
+    """The schema that a JSON pointer within `root` points to. Raises UnsupportedError for any other."""
+    if not isinstance(reference, str) or reference[:1] != "#" or reference[1:2] not in ("", "/"):
+        raise UnsupportedError(f"the reference {reference!r} leads out of the schema: write the type out")
+    target = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and name in target:
+            target = target[name]
+        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            raise UnsupportedError(f"the reference {reference!r} leads nowhere: correct it")
+    return target
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _literals(values: Any) -> str | None:
+    """One of these strings."""
+    strings = [value for value in _listed(values) if isinstance(value, str)]
+    return " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in strings) or None
+
+
+def _pattern(pattern: str) -> str:
+    """Strings in which a JSON Schema `pattern` is found: anywhere, unless it is anchored."""
+    return " | ".join(_alternative(part) for part in _split(pattern))
+
+
+def _split(pattern: str) -> list[str]:
+    """The alternatives of a regular expression. Raises UnsupportedError for lookarounds and the like."""
+    parts, depth, in_class, start = [], 0, False, 0
+    for match in re.finditer(r"\\.|\[\^?\]?|\]|\(\?:|\(\?|[()|]", pattern, re.DOTALL):
+        token = match[0]
+        if token[0] == "\\":
+            if token[1:] in "bBAZzGk123456789" and not in_class:
+                raise UnsupportedError(f"{token} in a pattern cannot be enforced: leave it out")
+        elif in_class:
+            in_class = token != "]"
+        elif token[0] == "[":
+            in_class = True
+        elif token == "(?":
+            raise UnsupportedError("a lookaround or a named group in a pattern cannot be enforced: leave it out")
+        elif token[0] == "(":
+            depth += 1
+        elif token == ")":
+            depth -= 1
+        elif token == "|" and depth == 0:
+            parts.append(pattern[start : match.start()])
+            start = match.end()
+    return [*parts, pattern[start:]]
+
+
+def _alternative(pattern: str) -> str:
+    """One alternative, with whatever may stand around it."""
+    head = tail = ANYTHING
+    if pattern.startswith("^"):
+        head, pattern = "", pattern[1:]
+    if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2:
+        tail, pattern = "", pattern[:-1]
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)  # without escapes and classes
+    if "^" in bare or "$" in bare:
+        raise UnsupportedError("an anchor inside a pattern cannot be enforced: anchor the pattern as a whole")
+    try:
+        body = f"/({llguidance.regex_to_lark(pattern, 'dw')})/" if pattern else '""'
+    except ValueError:
+        body = ""
+    expression = " ".join(part for part in (head, body, tail) if part)
+    if not body or llguidance.LLMatcher.validate_grammar(
+        llguidance.LLMatcher.grammar_from_lark(f"start: T\nT: {expression}")
+    ):
+        raise UnsupportedError("its pattern is no regular expression that can be enforced: simplify it")
+    return f"({expression})"
