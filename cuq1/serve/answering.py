@@ -91,15 +91,16 @@ class Answering:
         self._turns.remember(calls, message.content, message.reasoning, self._ids, in_reasoning=self._in_reasoning)
 
     def _events(self, deltas: list[Delta]) -> Iterator[Event]:
-        tokens, accepted = self._measures.completion_tokens, self._measures.mean_accepted
+        measures = self._measures
+        counts = measures.completion_tokens, measures.reasoning_tokens, measures.mean_accepted
         for delta in deltas:
             infos, self._infos = tuple(self._infos), []
             if delta.tool_call is not None:
                 call = delta.tool_call
                 self._calls += 1
-                yield CallPiece(call.index, call.id, call.name, call.arguments, call.raw, infos, tokens, accepted)
+                yield CallPiece(call.index, call.id, call.name, call.arguments, call.raw, infos, *counts)
             elif delta.kind != "tool_call":
-                yield Piece(delta.kind, delta.text, infos, tokens, accepted)
+                yield Piece(delta.kind, delta.text, infos, *counts)
 
     def _info(self, token: int, step: Round, place: int) -> TokenInfo:
         entry = step.logprobs[place]

@@ -64,9 +64,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_neutral(body: Body) -> None:
+def check_neutral(body: Body, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
     """Refuses fields that would change the answer and aren't computed, unless they ask for what is done anyway."""
-    for name, accepted in NEUTRAL.items():
+    for name, accepted in neutral.items():
         value = body.get(name)
         if value is not None and not any(type_equal(value, one) for one in accepted):
             only = f" with any value but {' or '.join(map(json.dumps, accepted))}" if accepted else ""

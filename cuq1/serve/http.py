@@ -106,6 +106,11 @@ def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def invalid(field: str, problem: str) -> ApiError:
+    """The error that names a field."""
+    return ApiError("invalid", f"{field} {problem}", field)
+
+
 def refuse(field: str, problem: str) -> NoReturn:
-    """Raises ApiError("invalid") that names a field."""
-    raise ApiError("invalid", f"{field} {problem}", field)
+    """Raises `invalid`."""
+    raise invalid(field, problem)

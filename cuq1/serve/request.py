@@ -108,13 +108,14 @@ class Started:
 class Piece:
     """The next piece of text, never empty; `tokens` where logprobs were asked for.
 
-    completion_tokens, accepted: tokens so far, and accepted drafts a round so far.
+    completion_tokens, reasoning_tokens, accepted: tokens so far, and accepted drafts a round so far.
     """
 
     kind: Literal["reasoning", "content"]
     text: str
     tokens: tuple[TokenInfo, ...] = ()
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     accepted: float = 0.0
 
 
@@ -129,6 +130,7 @@ class CallPiece:
     raw: str
     tokens: tuple[TokenInfo, ...] = ()
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     accepted: float = 0.0
 
 
