@@ -121,6 +121,6 @@ def test_kernel_and_fault_numbers_agree():
     assert faults.pop("NONE") == 0
     assert sorted(faults.values()) == sorted(abi.FAULTS)
     words = {"NOT_FINITE": "not finite", "COPY": "copy", "TOKEN": "token", "ROUTING": "routing"}
-    words |= {"RESULT": "result", "PEER": "peer"}
+    words |= {"RESULT": "result", "PEER": "peer", "PAGES": "page"}
     assert faults.keys() == words.keys()
     assert all(words[name] in abi.FAULTS[number] for name, number in faults.items())

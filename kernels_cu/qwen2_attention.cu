@@ -1,0 +1,577 @@
+// Decode attention of a Qwen2 layer over its paged KV cache: one token, all query heads of a KV head at once, so that
+// every key and value is read once.
+//     q, k, v = sums of the projection's pieces + bias, q and k turned by RoPE; k and v go to the page of the position as
+//     halves; o = sum_j 2^(s_j - M) v_j / sum_j 2^(s_j - M) over positions j up to this one, s = log2(e) q.k / sqrt(HEAD_SIZE).
+//
+// PRECOND  short form: grid (CLUSTER, KV_HEADS), cluster CLUSTER; long form: grid (splits, KV_HEADS), then combine. Block
+//          THREADS, SMEM bytes of dynamic shared memory. pieces, bias, pages 16-byte aligned. pieces and this position's entry of
+//          page_table may be the predecessors'; positions, entries of older positions and their K and V were written two
+//          launches ago at least, by older graphs.
+// READS    KV_HEADS * HEAD_SIZE * 4 bytes a position; pieces and biases in each block (from L2).
+// WRITES   K and V of the position; short form: attended; long form: partials, as abi_qwen2.cuh has them.
+//
+// Why so: pages are shared out evenly among a head's blocks, from the newest down, and come by bulk copies, a row each: rows are
+// PITCH apart in shared memory, so that ldmatrix meets no bank twice. The first STAGES pages of a block are on their way before
+// the predecessor ends. Only rows of older positions are copied of the tail page, which the last block has first of all;
+// the token's own key and value are put behind them, and zeros behind those, so nothing is read that no one has written.
+// A page is the M of m16n8k16: 16 keys by HEAD_SIZE dimensions times 8 queries for the scores, then HEAD_SIZE dimensions by 16
+// keys times 8 queries' probabilities. A query is two halves, high part and low, so that scores are those of FP32 queries;
+// probabilities are halves. A warp has a page to itself, with a maximum of its own: warps meet once, at the end. Then
+// blocks of a cluster send each other their sums, each those of the dimensions that the receiver finishes, by st.async:
+// one trip instead of partials in memory and another launch.
+#include "abi_qwen2.cuh"
+#include "common/attend.cuh"
+#include "common/cluster.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+#include "common/pieces.cuh"
+#include "common/reduce.cuh"
+
+constexpr int CONSUMERS = WARPS * WARP;  // threads; a warp more copies
+constexpr int THREADS = CONSUMERS + WARP;
+constexpr int ROW_BYTES = HEAD_SIZE * 2;
+constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16
+constexpr int PAGE_BYTES = PAGE * PITCH;
+constexpr int STEPS = HEAD_SIZE / 16;       // of the product with keys; m-tiles of the product with values
+constexpr int QUERIES = 8;                  // N of the MMA
+constexpr int ITEMS = STEPS * WARP;         // of sums: four a thread and m-tile
+constexpr int PART_ITEMS = ITEMS / CLUSTER; // that a block of a cluster finishes
+constexpr int PART_DIMS = HEAD_SIZE / CLUSTER;
+constexpr int STATISTICS = QUERIES / 2;     // float4s: maximum and sum of two queries each
+constexpr int HEAD_THREADS = HEAD_SIZE / 8; // of a head of q, k or v: dimensions 4 i .. 4 i + 3 and as many half a head on
+constexpr int INPUTS = (GROUP + 2) * HEAD_THREADS;
+constexpr int INPUT_ROUNDS = (INPUTS + THREADS - 1) / THREADS;
+constexpr int Q_WIDTH = Q_HEADS * HEAD_SIZE;
+constexpr int QKV_ROWS = Q_WIDTH + 2 * KV_HEADS * HEAD_SIZE;
+constexpr int PADDED_Q = (Q_WIDTH + 127) / 128 * 128;
+using QkvPieces = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
+
+static_assert(HEAD_SIZE == 64 || HEAD_SIZE == 128, "lanes' shares are laid out for these");
+static_assert(PAGE == 16, "a page is an m-tile of keys, and a k-step of values");
+static_assert(GROUP >= 1 && GROUP <= QUERIES && KV_HEADS * GROUP == Q_HEADS, "a KV head's queries are N");
+static_assert(STAGES >= WARPS, "a warp's sums lie in its last page's stage");
+static_assert(PAGE_BYTES >= ITEMS * 16, "which has room for them");
+static_assert(ITEMS % CLUSTER == 0 && PART_ITEMS % 8 == 0, "a block finishes whole dimensions");
+static_assert(CLUSTER * STATISTICS <= CONSUMERS, "a thread sends one");
+
+struct Stage {
+    uint8_t k[PAGE_BYTES];
+    uint8_t v[PAGE_BYTES];
+    uint64_t k_full, v_full, empty, reserved;
+};
+struct Shared {
+    Stage stages[STAGES];
+    uint4 q[STEPS][WARP];  // a lane's operands of a step: two words of high parts, two of low ones
+    float4 parts[CLUSTER][PART_ITEMS];       // each block's sums of this block's dimensions
+    float4 statistics[CLUSTER][STATISTICS];  // each block's
+    float4 own[WARPS][STATISTICS];           // each warp's
+    uint64_t received;
+};
+static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
+
+// The block's pages: `first` and those before it, count in all; page i of them is that of positions 16 (first - i) onwards.
+struct Share {
+    int first;
+    int count;
+    int own;   // the row of this token in page 0 of the last block, else PAGE
+};
+
+__device__ __forceinline__ Share share_of(int position, int split, int splits) {
+    const int pages = position / PAGE + 1;
+    const int begin = split * pages / splits, end = (split + 1) * pages / splits;  // below 2^31 for 16 M positions of 132 splits
+    return {end - 1, end - begin, split == splits - 1 ? position % PAGE : PAGE};
+}
+
+// A matrix of keys or queries, transposed: half of an operand's columns.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Of a warp that copies: pages `from` to `to` of the share, 16 rows of keys by lanes 0 .. 15, of values by the others.
+struct Producer {
+    const Qwen2AttentionArgs& a;
+    Shared& shared;
+    const Share share;
+    int known;  // lane's entry of page_table, of the 32 pages from known_from on
+    int known_from;
+
+    __device__ __forceinline__ void load(int i) {
+        const int lane = threadIdx.x % WARP, row = lane % PAGE;
+        Stage& stage = shared.stages[i % STAGES];
+        if (i >= known_from + WARP) {
+            known_from += WARP;
+            known = entry(known_from + lane);
+        }
+        // A page that embedding found none for: its report ends the request; nothing outside the pages may be touched.
+        const int page = max_int(0, __shfl_sync(0xffffffffu, known, i - known_from));
+        const int rows = i == 0 ? share.own : PAGE;
+        const bool value = lane >= PAGE;
+        uint64_t* const full = value ? &stage.v_full : &stage.k_full;
+        if (row == 0) barrier_expect(full, rows * ROW_BYTES);
+        __syncwarp();  // what is to come is known before it comes
+        if (row < rows) {
+            const f16* const pages = value ? a.v_pages : a.k_pages;
+            const f16* const from = pages + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE) + row * HEAD_SIZE;
+            bulk_load((value ? stage.v : stage.k) + row * PITCH, from, ROW_BYTES, full);
+        }
+    }
+    __device__ __forceinline__ int entry(int i) const {
+        // The newest page may be one that this graph's embedding takes; no row of it is copied then.
+        return i < share.count ? __ldcg(a.page_table + share.first - i) : 0;
+    }
+};
+
+// A thread's part of q, k or v.
+struct Input {
+    int head;  // of the KV head's queries, then k, then v; GROUP + 2 for none
+    int row;   // of the projection
+    uint2 bias[2];
+    float4 x[2];
+};
+
+__device__ __forceinline__ float4 unpacked(uint2 x) {
+    const float2 lo = unpack_f16(x.x), hi = unpack_f16(x.y);
+    return make_float4(lo.x, lo.y, hi.x, hi.y);
+}
+
+// Turns of position * inverse_frequency, less whole ones: in double, since a large float is of another angle.
+__device__ __forceinline__ float turns_of(int position, double inverse_frequency) {
+    const double turns = position * (inverse_frequency * 0.15915494309189535);  // 1 / (2 pi)
+    return float(turns - rint(turns));
+}
+
+// Before the predecessor ends: which part, and its bias.
+__device__ __forceinline__ Input input_of(const Qwen2AttentionArgs& a, int round, bool tail) {
+    Input in;
+    const int item = round * THREADS + int(threadIdx.x), head = item / HEAD_THREADS, kv_head = blockIdx.y;
+    in.head = head < GROUP + (tail ? 2 : 0) ? head : GROUP + 2;
+    in.row = (head < GROUP ? kv_head * GROUP + head : Q_HEADS + (head == GROUP ? 0 : KV_HEADS) + kv_head) * HEAD_SIZE +
+             item % HEAD_THREADS * 4;
+    if (in.head < GROUP + 2) {
+        in.bias[0] = __ldg(reinterpret_cast<const uint2*>(a.bias + in.row));
+        in.bias[1] = __ldg(reinterpret_cast<const uint2*>(a.bias + in.row + HEAD_SIZE / 2));
+    }
+    return in;
+}
+
+__device__ __forceinline__ float4 plus(float4 x, float4 y) {
+    return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+}
+
+// All rounds' pieces together, in one trip.
+__device__ __forceinline__ void load_inputs(const Qwen2AttentionArgs& a, Input (&in)[INPUT_ROUNDS]) {
+    float4 piece[INPUT_ROUNDS][2][QKV_PIECES];
+#pragma unroll
+    for (int r = 0; r < INPUT_ROUNDS; ++r) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = in[r].row + half * (HEAD_SIZE / 2);
+            const int pieces = in[r].head < GROUP + 2 ? QkvPieces::of_row(row) : 0;
+#pragma unroll
+            for (int p = 0; p < QKV_PIECES; ++p)
+                piece[r][half][p] = p < pieces ? __ldcg(reinterpret_cast<const float4*>(a.pieces + p * QKV_ROWS + row))
+                                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < INPUT_ROUNDS; ++r) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            in[r].x[half] = piece[r][half][0];
+#pragma unroll
+            for (int p = 1; p < QKV_PIECES; ++p) in[r].x[half] = plus(in[r].x[half], piece[r][half][p]);
+            in[r].x[half] = plus(in[r].x[half], unpacked(in[r].bias[half]));
+        }
+    }
+}
+
+__device__ __forceinline__ void turn(float4 (&x)[2], const float4& cosine, const float4& sine) {
+    const float4 lo = x[0], hi = x[1];
+    x[0] = make_float4(lo.x * cosine.x - hi.x * sine.x, lo.y * cosine.y - hi.y * sine.y, lo.z * cosine.z - hi.z * sine.z,
+                       lo.w * cosine.w - hi.w * sine.w);
+    x[1] = make_float4(hi.x * cosine.x + lo.x * sine.x, hi.y * cosine.y + lo.y * sine.y, hi.z * cosine.z + lo.z * sine.z,
+                       hi.w * cosine.w + lo.w * sine.w);
+}
+
+// Four dimensions of a query, from `dim` on, as operands.
+__device__ __forceinline__ void store_query(Shared& shared, int query, int dim, float4 x) {
+    const float scale = LOG2E * (HEAD_SIZE == 64 ? 0.125f : 0.08838834764831845f);  // 1 / sqrt(HEAD_SIZE)
+    const float values[4] = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t high = pack_f16(values[2 * i], values[2 * i + 1]);
+        const float2 rounded = unpack_f16(high);
+        const uint32_t low = pack_f16(values[2 * i] - rounded.x, values[2 * i + 1] - rounded.y);
+        const int d = dim % 16 + 2 * i;  // lane (query, t) has dimensions 2t, 2t + 1 and, as its second word, 8 on
+        uint32_t* const to = reinterpret_cast<uint32_t*>(&shared.q[dim / 16][query * 4 + d % 8 / 2]) + d / 8;
+        to[0] = high;
+        to[2] = low;
+    }
+}
+
+// Four dimensions of this token's key or value: into the tail page's stage, and into the cache.
+__device__ __forceinline__ void store_row(uint8_t* stage, f16* cached, int own, int dim, float4 x) {
+    const uint2 halves = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
+    *reinterpret_cast<uint2*>(stage + own * PITCH + dim * 2) = halves;
+    if (cached != nullptr) *reinterpret_cast<uint2*>(cached + dim) = halves;
+}
+
+// What a warp, then a block, knows of the pages that it has seen: of queries 2t and 2t + 1.
+struct Softmax {
+    float top[2];
+    float sum[2];
+    float4 out[STEPS];  // dimensions 16 j + g, of both queries, then 16 j + g + 8
+};
+
+__device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shared, const Share& share, Softmax& softmax) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4;
+    // Of ldmatrix's four matrices, lanes 8 o onwards point at rows of matrix o: keys from 8 (o % 2), the piece o / 2.
+    const uint32_t line = lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) softmax.top[i] = none(), softmax.sum[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) softmax.out[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    Stage* stage = &shared.stages[warp];
+    uint32_t parity = 0;
+    for (int i = warp; i < share.count; i += WARPS) {
+        const uint32_t page = shared_address(stage) + line;
+        // Scores of keys g and g + 8, of queries 2t and 2t + 1. Four chains, as one would wait for each MMA.
+        float chain[4][4] = {};
+        barrier_wait(&stage->k_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
+#pragma unroll
+        for (int c = 0; c < STEPS; ++c) {
+            uint32_t k[4];
+            ldmatrix(k, page + c * 32);
+            const uint4 q = shared.q[c][lane];
+            mma_f16(chain[c % 2], k[0], k[1], k[2], k[3], q.x, q.y);
+            mma_f16(chain[2 + c % 2], k[0], k[1], k[2], k[3], q.z, q.w);
+        }
+        float s[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] = (chain[0][e] + chain[1][e]) + (chain[2][e] + chain[3][e]);
+        if (i == 0 && share.own < PAGE) {  // the tail page's rows beyond this token
+            if (g > share.own) s[0] = s[1] = none();
+            if (g + 8 > share.own) s[2] = s[3] = none();
+        }
+        float factor[2], p[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            float top = fmaxf(s[n], s[n + 2]);
+#pragma unroll
+            for (int offset = 4; offset < WARP; offset *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+            top = fmaxf(top, softmax.top[n]);  // a number: a page has a visible key
+            factor[n] = exp2_fast(softmax.top[n] - top);
+            softmax.top[n] = top;
+            p[n] = exp2_fast(s[n] - top);
+            p[n + 2] = exp2_fast(s[n + 2] - top);
+            softmax.sum[n] = fmaf(softmax.sum[n], factor[n], p[n] + p[n + 2]);
+        }
+        const uint32_t p_low = transposed(pack_f16(p[0], p[1])), p_high = transposed(pack_f16(p[2], p[3]));
+        barrier_wait(&stage->v_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) {
+            uint32_t v[4];
+            ldmatrix_transposed(v, page + PAGE_BYTES + j * 32);  // dimensions are rows, the second eight keys columns
+            float4& o = softmax.out[j];
+            float sums[4] = {o.x * factor[0], o.y * factor[1], o.z * factor[0], o.w * factor[1]};
+            mma_f16(sums, v[0], v[2], v[1], v[3], p_low, p_high);
+            o = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        }
+        reads_before_copies();
+        barrier_arrive(&stage->empty);  // every lane: the page may be overwritten
+        stage += WARPS;
+        if (stage >= shared.stages + STAGES) stage -= STAGES, parity ^= 1;
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int offset = 4; offset < WARP; offset *= 2)
+            softmax.sum[n] += __shfl_xor_sync(0xffffffffu, softmax.sum[n], offset);
+    }
+}
+
+// Where a warp leaves its sums: the stage of its last page, which no copy follows into, or one that had no page.
+__device__ __forceinline__ int sums_stage(const Share& share, int warp) {
+    return (share.count > warp ? warp + (share.count - 1 - warp) / WARPS * WARPS : warp) % STAGES;
+}
+
+__device__ __forceinline__ float4 weighted(float4 o, float4 x, float2 w) {
+    return make_float4(fmaf(w.x, x.x, o.x), fmaf(w.y, x.y, o.y), fmaf(w.x, x.z, o.z), fmaf(w.y, x.w, o.w));
+}
+
+// Weights of COUNT maxima (x and z of statistics of two queries), and what the two queries have in all. A part that has seen
+// nothing has the maximum -inf: weight 0. Where none has seen anything, so has the whole.
+template <int COUNT>
+__device__ __forceinline__ float4 joined(const float4 (&statistics)[COUNT], float2 (&weight)[COUNT]) {
+    float4 all = make_float4(none(), 0.0f, none(), 0.0f);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all.x = fmaxf(all.x, statistics[i].x), all.z = fmaxf(all.z, statistics[i].z);
+    const float2 base = make_float2(base_of(all.x, 1.0f), base_of(all.z, 1.0f));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        weight[i] = make_float2(exp2_fast(statistics[i].x - base.x), exp2_fast(statistics[i].z - base.y));
+        all.y = fmaf(weight[i].x, statistics[i].y, all.y);
+        all.w = fmaf(weight[i].y, statistics[i].w, all.w);
+    }
+    return all;
+}
+
+// The consumers' sums as one: `use(item, sums)` gets each item's, `all` is the block's statistics of the thread's queries.
+template <typename Use>
+__device__ __forceinline__ float4 join_warps(Shared& shared, const Share& share, const Softmax& softmax, Use use) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, t = lane % 4;
+    __syncwarp();  // all lanes have read the page that lay there
+    float4* const mine = reinterpret_cast<float4*>(shared.stages[sums_stage(share, warp)].k);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) mine[j * WARP + lane] = softmax.out[j];
+    if (lane < STATISTICS) {
+        shared.own[warp][t] = make_float4(softmax.top[0], softmax.sum[0], softmax.top[1], softmax.sum[1]);
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");  // all warps' sums are there
+    float4 statistics[WARPS];
+    float2 weight[WARPS];
+    int stage[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        statistics[w] = shared.own[w][t];
+        stage[w] = sums_stage(share, w);
+    }
+    const float4 all = joined(statistics, weight);
+    for (int item = threadIdx.x; item < ITEMS; item += CONSUMERS) {
+        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w)
+            o = weighted(o, reinterpret_cast<const float4*>(shared.stages[stage[w]].k)[item], weight[w]);
+        use(item, o);
+    }
+    return all;
+}
+
+// Everything up to the block's sums. FORM: 0 long, 1 short. EARLY: pages that are copied before the predecessor ends.
+template <bool SHORT, int EARLY>
+__device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& shared, Share& share, Softmax& softmax) {
+    const int lane = threadIdx.x % WARP;
+    const bool copies = threadIdx.x >= CONSUMERS;
+    if (threadIdx.x == CONSUMERS) {
+        for (Stage& stage : shared.stages) {
+            barrier_init(&stage.k_full, 1);
+            barrier_init(&stage.v_full, 1);
+            barrier_init(&stage.empty, WARP);
+        }
+        if constexpr (SHORT) {
+            barrier_init(&shared.received, 1);
+            barrier_expect(&shared.received, sizeof(shared.parts) + sizeof(shared.statistics));
+        }
+        barrier_init_fence();
+    }
+    __syncwarp();
+    // The other blocks may send once `received` is there; each block waits for that at the end of its prologue. Relaxed,
+    // since the fence above releases what counts: a release would wait for every load under way.
+    if constexpr (SHORT) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+
+    const int position = __ldcg(a.positions);
+    share = share_of(position, blockIdx.x, gridDim.x);
+    const bool tail = share.own < PAGE;
+    Producer producer{a, shared, share, 0, 0};
+    if (copies) {
+        producer.known = producer.entry(lane);
+        for (int i = 0; i < min_int(EARLY, share.count); ++i) producer.load(i);
+    }
+    Input in[INPUT_ROUNDS];
+#pragma unroll
+    for (int r = 0; r < INPUT_ROUNDS; ++r) in[r] = input_of(a, r, tail);
+    float cosines[4], sines[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const double frequency = __ldg(a.inverse_frequencies + threadIdx.x % HEAD_THREADS * 4 + i);
+        sincospif(2.0f * turns_of(position, frequency), &sines[i], &cosines[i]);
+    }
+    for (int i = threadIdx.x; i < STEPS * WARP; i += THREADS) {  // columns of no query
+        if (i % WARP / 4 >= GROUP) shared.q[i / WARP][i % WARP] = make_uint4(0u, 0u, 0u, 0u);
+    }
+    if (tail) {  // values of no token: their probability is 0, and times that they must be 0
+        for (int i = threadIdx.x; i < PAGE * (ROW_BYTES / 16); i += THREADS) {
+            const int row = i / (ROW_BYTES / 16);
+            if (row > share.own)
+                *reinterpret_cast<uint4*>(shared.stages[0].v + row * PITCH + i % (ROW_BYTES / 16) * 16) = make_uint4(0u, 0u, 0u, 0u);
+        }
+    }
+    if constexpr (SHORT) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks can receive
+    pdl_wait();
+    pdl_trigger();
+
+    const int page = tail ? __ldcg(a.page_table + share.first) : 0;  // -1: embedding has reported that none was free
+    load_inputs(a, in);
+    const int dim = threadIdx.x % HEAD_THREADS * 4;
+    const float4 cosine = make_float4(cosines[0], cosines[1], cosines[2], cosines[3]);
+    const float4 sine = make_float4(sines[0], sines[1], sines[2], sines[3]);
+#pragma unroll
+    for (int r = 0; r < INPUT_ROUNDS; ++r) {
+        if (in[r].head <= GROUP) turn(in[r].x, cosine, sine);
+        if (in[r].head < GROUP) {
+            store_query(shared, in[r].head, dim, in[r].x[0]);
+            store_query(shared, in[r].head, dim + HEAD_SIZE / 2, in[r].x[1]);
+        } else if (in[r].head < GROUP + 2) {
+            const bool value = in[r].head > GROUP;
+            f16* const cached = (value ? a.v_pages : a.k_pages) + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE) +
+                                share.own * HEAD_SIZE;
+            uint8_t* const stage = value ? shared.stages[0].v : shared.stages[0].k;
+            store_row(stage, page < 0 ? nullptr : cached, share.own, dim, in[r].x[0]);
+            store_row(stage, page < 0 ? nullptr : cached, share.own, dim + HEAD_SIZE / 2, in[r].x[1]);
+        }
+    }
+    __syncthreads();  // queries, and this token's key and value, are there; mbarriers, too
+    if (copies) {
+        for (int i = min_int(EARLY, share.count); i < share.count; ++i) {
+            // Not before the stage's page has been read.
+            if (i >= STAGES) barrier_wait(&shared.stages[i % STAGES].empty, (i / STAGES - 1) & 1, a.fault, KERNEL_ATTENTION, a.layer);
+            producer.load(i);
+        }
+        return false;
+    }
+    attend(a, shared, share, softmax);
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention_short(const __grid_constant__ Qwen2AttentionArgs a) {
+    extern __shared__ __align__(128) uint8_t raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    Share share;
+    Softmax softmax;
+    const int rank = blockIdx.x;
+    if (compute<true, STAGES>(a, shared, share, softmax)) {
+        const float4 all = join_warps(shared, share, softmax, [&](int item, float4 o) {
+            cluster_send(&shared.parts[rank][item % PART_ITEMS], &shared.received, item / PART_ITEMS, o);
+        });
+        // Thread i has the statistics of queries 2 (i % 4) and one on.
+        if (threadIdx.x < CLUSTER * STATISTICS) {
+            cluster_send(&shared.statistics[rank][threadIdx.x % STATISTICS], &shared.received, threadIdx.x / STATISTICS, all);
+        }
+    }
+    // Every block sends to every block, also one without pages: what a receiver waits for depends on nothing.
+    cluster_receive(&shared.received, a.fault, KERNEL_ATTENTION, a.layer);
+    bool finite = true;
+    for (int i = threadIdx.x; i < GROUP * PART_DIMS; i += THREADS) {
+        constexpr int LINES = PART_ITEMS / 4;  // lanes' rows g in the block's items, of two dimensions each
+        const int query = i / PART_DIMS, line = i % PART_DIMS % LINES, half = i % PART_DIMS / LINES;
+        const int item = line * 4 + query / 2, component = half * 2 + query % 2;
+        float top = none();
+        float2 found[CLUSTER];
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) {
+            found[block] = reinterpret_cast<const float2*>(shared.statistics[block])[query];
+            top = fmaxf(top, found[block].x);
+        }
+        float o = 0.0f, sum = 0.0f;
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) {
+            const float weight = exp2_fast(found[block].x - top);
+            sum = fmaf(weight, found[block].y, sum);
+            o = fmaf(weight, reinterpret_cast<const float*>(&shared.parts[block][item])[component], o);
+        }
+        o /= sum;
+        finite = finite && is_finite(o);
+        const int lines = rank * LINES + line, dim = lines / 8 * 16 + lines % 8 + half * 8;
+        a.attended[(blockIdx.y * GROUP + query) * HEAD_SIZE + dim] = float_to_f16(o);
+    }
+    if (PADDED_Q > Q_WIDTH && blockIdx.x == 0 && blockIdx.y == 0) {
+        for (int i = Q_WIDTH + int(threadIdx.x); i < PADDED_Q; i += THREADS) a.attended[i] = 0;
+    }
+    if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTENTION, a.layer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention(const __grid_constant__ Qwen2AttentionArgs a) {
+    extern __shared__ __align__(128) uint8_t raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    Share share;
+    Softmax softmax;
+    if (!compute<false, EARLY_PAGES>(a, shared, share, softmax)) return;
+    const int64_t place = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+    const float4 all = join_warps(shared, share, softmax, [&](int item, float4 o) {
+        const int query = item % 4 * 2, dim = item / WARP * 16 + item % WARP / 4;
+        float* const to = a.partial_out + (place * GROUP + query) * HEAD_SIZE + dim;
+        if (query < GROUP) to[0] = o.x, to[8] = o.z;
+        if (query + 1 < GROUP) to[HEAD_SIZE] = o.y, to[HEAD_SIZE + 8] = o.w;
+    });
+    if (threadIdx.x < STATISTICS) {
+        const int query = threadIdx.x * 2;
+        const int64_t to = (int64_t(blockIdx.y) * GROUP + query) * gridDim.x + blockIdx.x;
+        if (query < GROUP) a.partial_max[to] = all.x, a.partial_sum[to] = all.y;
+        if (query + 1 < GROUP) a.partial_max[to + gridDim.x] = all.z, a.partial_sum[to + gridDim.x] = all.w;
+    }
+}
+
+// attended of the long form's partials, and zeros beyond.
+//
+// PRECOND  grid (Q_HEADS, HEAD_SIZE / 32), block 256; a.splits <= SPLITS; partials are the predecessor's.
+// Reads HEAD_SIZE * 4 + 8 bytes a split and query head, statistics once more a block of 32 dimensions; writes attended.
+// Latency is all: eight lanes have four dimensions each of a split, a warp four splits at a time; all loads of a thread are
+// under way together, and every warp finds the weights for itself.
+constexpr int COMBINE_THREADS = 256;
+constexpr int COMBINE_OWN = (SPLITS + WARP - 1) / WARP;  // splits of a thread, and splits whose statistics it holds
+
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 2) qwen2_combine(const __grid_constant__ Qwen2CombineArgs a) {
+    __shared__ float4 parts[COMBINE_THREADS / WARP][8];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int head = blockIdx.x, first_dim = blockIdx.y * WARP, split = threadIdx.x / 8;
+    const float* const out = a.partial_out + ((int64_t(head / GROUP) * a.splits + split) * GROUP + head % GROUP) * HEAD_SIZE +
+                             first_dim + threadIdx.x % 8 * 4;
+    const int64_t statistics = int64_t(head) * a.splits + lane;
+    pdl_wait();
+    pdl_trigger();
+    float4 x[COMBINE_OWN];
+    float top[COMBINE_OWN], sum[COMBINE_OWN];
+#pragma unroll
+    for (int i = 0; i < COMBINE_OWN; ++i) {
+        x[i] = split + i * WARP < a.splits
+                   ? __ldcg(reinterpret_cast<const float4*>(out + int64_t(i) * WARP * GROUP * HEAD_SIZE))
+                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < COMBINE_OWN; ++i) {
+        const bool there = lane + i * WARP < a.splits;
+        top[i] = there ? __ldcg(a.partial_max + statistics + i * WARP) : none();
+        sum[i] = there ? __ldcg(a.partial_sum + statistics + i * WARP) : 0.0f;
+    }
+    float peak = top[0];
+#pragma unroll
+    for (int i = 1; i < COMBINE_OWN; ++i) peak = fmaxf(peak, top[i]);
+    peak = warp_max(peak);  // a number: the newest page has a visible key
+    float weight[COMBINE_OWN], total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COMBINE_OWN; ++i) {
+        weight[i] = exp2_fast(top[i] - peak);
+        total = fmaf(weight[i], sum[i], total);
+    }
+    total = warp_sum(total);
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < COMBINE_OWN; ++i) {
+        const float w = __shfl_sync(0xffffffffu, weight[i], split);
+        o = weighted(o, x[i], make_float2(w, w));
+    }
+#pragma unroll
+    for (int offset = 8; offset < WARP; offset *= 2) {
+        o.x += __shfl_xor_sync(0xffffffffu, o.x, offset);
+        o.y += __shfl_xor_sync(0xffffffffu, o.y, offset);
+        o.z += __shfl_xor_sync(0xffffffffu, o.z, offset);
+        o.w += __shfl_xor_sync(0xffffffffu, o.w, offset);
+    }
+    if (lane < 8) parts[warp][lane] = o;
+    __syncthreads();  // every warp's splits are there
+    if (PADDED_Q > Q_WIDTH && warp == 1 && blockIdx.x == 0 && blockIdx.y == 0) {
+        for (int i = Q_WIDTH + lane; i < PADDED_Q; i += WARP) a.attended[i] = 0;
+    }
+    if (warp > 0) return;
+    const float* const column = &parts[0][0].x + lane;
+    float chain[4] = {};
+#pragma unroll
+    for (int w = 0; w < COMBINE_THREADS / WARP; ++w) chain[w % 4] += column[w * WARP];
+    const float y = ((chain[0] + chain[1]) + (chain[2] + chain[3])) / total;
+    a.attended[head * HEAD_SIZE + first_dim + lane] = float_to_f16(y);
+    // None of combine's own products can overflow: what is wrong here came from attention.
+    if (!is_finite(y)) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTENTION, a.layer);
+}
