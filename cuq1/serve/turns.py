@@ -157,20 +157,17 @@ def same_json(one: Any, other: Any) -> bool:
     The order of members counts for nothing: JSON of JavaScript puts names that are numbers first.
     """
     try:
-        return _comparable(one) == _comparable(other)
+        return bool(_comparable(one) == _comparable(other))
     except (ValueError, RecursionError):
         return False
 
 
 def _comparable(value: Any) -> Any:
     text = value if isinstance(value, str) else json.dumps(value)
-    return json.loads(text, parse_int=_number, parse_float=_number, object_pairs_hook=_members)
+    return json.loads(text, parse_int=_number, parse_float=_number)
 
 
 def _number(text: str) -> tuple[str, float]:
     """A number that is equal to no boolean."""
     return ("number", float(text))
 
-
-def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return dict(pairs)
