@@ -13,7 +13,7 @@ from cuq1.cuda.abi import BandwidthArgs
 from cuq1.cuda.kernels import bandwidth
 from cuq1.errors import DeviceError
 from cuq1.plan.kernel import Kernel
-from tests.kernels import shapes
+from tests.kernels import qwen2_shapes, shapes
 from tests.paths import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
@@ -22,7 +22,9 @@ MODULES = [
     importlib.import_module(f"cuq1.cuda.kernels.{found.name}")
     for found in pkgutil.iter_modules(cuq1.cuda.kernels.__path__)
 ]
-FAMILIES = {module.__name__.rpartition(".")[2]: module for module in MODULES if hasattr(module, "kernels")}
+ALL_FAMILIES = {module.__name__.rpartition(".")[2]: module for module in MODULES if hasattr(module, "kernels")}
+QWEN2 = {name: module for name, module in ALL_FAMILIES.items() if name.startswith("qwen2_")}
+FAMILIES = {name: module for name, module in ALL_FAMILIES.items() if name not in QWEN2}
 VARIANTS = {}
 for _name, _dims in shapes.variants():
     if _dims not in VARIANTS.values():
@@ -65,6 +67,14 @@ def test_a_familys_kernels_stay_within_their_registers(family, variant):
     assert problems(kernels) == []
 
 
+@pytest.mark.parametrize("size", qwen2_shapes.ALL)
+@pytest.mark.parametrize("family", QWEN2)
+def test_qwen2_kernels_stay_within_their_registers(family, size):
+    kernels = QWEN2[family].kernels(qwen2_shapes.ALL[size])
+    assert kernels
+    assert problems(kernels) == []
+
+
 def test_only_sources_know_of_several_ranks():
     for path in (ROOT / "kernels_cu").glob("**/*.cuh"):
         assert EXCHANGE not in path.read_text(), path.name
@@ -72,20 +82,23 @@ def test_only_sources_know_of_several_ranks():
 
 def test_every_source_is_compiled_by_a_family():
     used = {kernel.source for module in FAMILIES.values() for kernel in module.kernels(shapes.RELEASED)}
+    used |= {kernel.source for module in QWEN2.values() for kernel in module.kernels(qwen2_shapes.ALL["7b"])}
     assert {path.name for path in (ROOT / "kernels_cu").glob("*.cu")} == used
 
 
 def test_a_geometry_is_one_that_a_gpu_can_launch():
-    for module in FAMILIES.values():
-        for dims in VARIANTS.values():
-            for kernel in module.kernels(dims):
-                assert min(kernel.grid) >= 1
-                assert max(kernel.grid[1:]) <= 65535
-                assert 1 <= kernel.block <= 1024
-                assert kernel.block % 32 == 0
-                assert 0 <= kernel.smem <= 227 * 1024
-                assert 1 <= kernel.cluster <= 16  # above 8 by an attribute that loading sets
-                assert kernel.grid[0] % kernel.cluster == 0
+    kernels = [kernel for module in FAMILIES.values() for dims in VARIANTS.values() for kernel in module.kernels(dims)]
+    kernels += [
+        kernel for module in QWEN2.values() for dims in qwen2_shapes.ALL.values() for kernel in module.kernels(dims)
+    ]
+    for kernel in kernels:
+        assert min(kernel.grid) >= 1
+        assert max(kernel.grid[1:]) <= 65535
+        assert 1 <= kernel.block <= 1024
+        assert kernel.block % 32 == 0
+        assert 0 <= kernel.smem <= 227 * 1024
+        assert 1 <= kernel.cluster <= 16  # above 8 by an attribute that loading sets
+        assert kernel.grid[0] % kernel.cluster == 0
 
 
 def test_too_many_registers_are_found():
