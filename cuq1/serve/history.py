@@ -28,6 +28,10 @@ class History:
         self._end_turn()
         self._messages.append({"role": role, "content": text})
 
+    def begin_turn(self) -> None:
+        """What comes next is a new turn, though the assistant may have spoken last."""
+        self._end_assistant()
+
     def reasoning(self, text: str) -> None:
         """Reasoning begins a turn, unless nothing but reasoning has come."""
         if self._assistant is not None and (self._assistant["content"] or self._assistant["tool_calls"]):
@@ -60,15 +64,6 @@ class History:
         """All messages."""
         self._end_turn()
         return self._messages
-
-    @property
-    def last_role(self) -> str | None:
-        """Who spoke last."""
-        if self._assistant is not None:
-            return "assistant"
-        if self._results:
-            return "tool"
-        return self._messages[-1]["role"] if self._messages else None
 
     def _turn(self) -> dict[str, Any]:
         if self._assistant is None:

@@ -54,7 +54,7 @@ async def create(request: Request) -> Response:
         await answer.aclose()
 
 
-def routes() -> list[Route]:
+def routes(_service: Service) -> list[Route]:
     """This interface's."""
     return [Route("/v1/responses", create, methods=["POST"])]
 

@@ -200,7 +200,7 @@ def read_choice(
     value = body.get("tool_choice")
     if value is None:
         return "auto", tools
-    if value == "auto" or value == "required":
+    if value in ("auto", "required"):
         return value, tools
     if value == "none":
         return value, []
