@@ -43,9 +43,9 @@ struct Stream {
     // In shared memory, besides the rings and, behind them, the token.
     struct Shared {
         float sums[WARPS][SEGMENTS][TILE_ROWS];
-        int2 tiles[WARPS];                     // each warp's first and last tile; the last one is less where it has none
+        int2 tiles[WARPS];  // each warp's first and last tile; the last one is -1 where it has none
         uint64_t full[WARPS][STAGES];
-        uint64_t token;                        // the token is there, where it comes by bulk copies
+        uint64_t token;     // the token is there, where it comes by bulk copies
     };
 
     const uint8_t* weights;  // of the warp's first unit
@@ -72,7 +72,8 @@ struct Stream {
             for (int slot = 0; slot < STAGES; ++slot) barrier_init(&full[slot], 1);
             barrier_init_fence();
             for (int stage = 0; stage < STAGES && stage * STAGE_UNITS < run.units; ++stage) copy(stage, stage);
-            shared.tiles[warp] = make_int2(run.first / GROUPS, (run.first + run.units - 1) / GROUPS);
+            const int last = run.units > 0 ? (run.first + run.units - 1) / GROUPS : -1;
+            shared.tiles[warp] = make_int2(run.first / GROUPS, last);
         }
         __syncwarp();  // the barriers exist for all lanes
     }
@@ -89,6 +90,7 @@ struct Stream {
             sums += TILE_ROWS;
             low = high = 0.0f;
         };
+        if (TRIGGER == AFTER_COPIES && warp == 0 && run.units <= STAGES * STAGE_UNITS) pdl_trigger();
         for (int stage = 0, left = run.units; left > 0; ++stage, left -= STAGE_UNITS) {
             barrier_wait(&full[slot], parity, fault, kernel, layer);
             const uint8_t* const units = ring + slot * STAGE_BYTES;
@@ -129,7 +131,6 @@ struct Stream {
             }
         }
         if (group > 0 && run.units > 0) flush();
-        if (TRIGGER == AFTER_COPIES && warp == 0 && run.units <= STAGES * STAGE_UNITS) pdl_trigger();
     }
 
     // A row's sum over the block's part of a tile, after a barrier behind multiply().

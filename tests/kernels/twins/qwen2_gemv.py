@@ -21,7 +21,8 @@ def values(words, scales, xp=np):
 def product(words, scales, x, xp=np):
     """float64 [rows] = W x of a token x [128 * groups]."""
     x = x.astype(np.float64)
-    parts = [values(words[i : i + ROWS], scales[i : i + ROWS], xp) @ x for i in range(0, len(words), ROWS)]
+    starts = range(0, len(words), ROWS)
+    parts = [(values(words[i : i + ROWS], scales[i : i + ROWS], xp) * x).sum(axis=1) for i in starts]
     return xp.concatenate(parts)
 
 

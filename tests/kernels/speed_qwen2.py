@@ -1,0 +1,194 @@
+"""Times a token's INT4 products over several layers' weights: python3 -m tests.kernels.speed_qwen2 [WORD ...]
+
+Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T,W, which gives a kernel (qkv,
+o_proj, gate_up, down, or all) copies of U units, S of them a warp, trigger T (0 at once, 1 after the wait, 2 after the
+copies) and W warps. Several of these up to a -- are one variant, compared with the kernels as they are.
+
+Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
+kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from cuq1.cuda import compile as jit
+from cuq1.cuda.abi import BandwidthArgs, Qwen2GateUpArgs, Qwen2HeadArgs, Qwen2ProjectionArgs, Qwen2QkvArgs
+from cuq1.cuda.kernels import qwen2_gemv
+from cuq1.plan.kernel import Kernel
+from cuq1.plan.qwen2_dims import UNIT_BYTES, Qwen2Dims, matrix_bytes, padded, pieces
+from tests.kernels.harness import Gpu
+from tests.kernels.qwen2_shapes import ALL
+from tests.paths import ROOT
+
+NAMES = ("qkv", "attention", "o_proj", "gate_up", "down")
+BYTES = 1 << 30  # of weights in a chain: many times what L2 holds
+
+
+def stand_in(where):
+    """A launch that waits for its predecessor and moves next to nothing, compiled from a folder of its own."""
+    for path in (ROOT / "kernels_cu").iterdir():
+        (Path(where) / path.name).symlink_to(path)
+    (Path(where) / "stand_in.cu").symlink_to(Path(__file__).parent / "stand_in.cu")
+    folder = jit.folder
+    jit.folder = lambda name: Path(where) if name == "kernels_cu" else folder(name)
+    return Kernel("stand_in.cu", "stand_in", BandwidthArgs, (), (32, 1, 1), 128)
+
+
+def kernels_of(dims, rings=None):
+    rings = rings or {}
+    return {
+        name: getattr(qwen2_gemv, name)(dims, *([rings[name]] if name in rings else []))
+        for name in ("qkv", "o_proj", "gate_up", "down", "lm_head")
+    }
+
+
+class Layers:
+    """As many layers' weights as L2 cannot hold, and one token's buffers."""
+
+    def __init__(self, gpu: Gpu, dims: Qwen2Dims):
+        self.gpu, self.dims = gpu, dims
+        gate_up = dims.gate_up_tiles * padded(dims.hidden) // 128 * UNIT_BYTES
+        self.sizes = {
+            "qkv": matrix_bytes(dims.qkv_rows, dims.hidden),
+            "o_proj": matrix_bytes(dims.hidden, dims.q_width),
+            "gate_up": gate_up,
+            "down": matrix_bytes(dims.hidden, dims.inner),
+            "lm_head": matrix_bytes(dims.vocab, dims.hidden),
+        }
+        self.layer_bytes = sum(self.sizes.values()) - self.sizes["lm_head"]
+        self.count = max(4, min(28, BYTES // self.layer_bytes))
+        k = {"down": dims.inner, "o_proj": dims.q_width}
+        self.weights = [
+            {
+                name: self._units(size, k.get(name, dims.hidden))
+                for name, size in self.sizes.items()
+                if name != "lm_head"
+            }
+            for _ in range(self.count)
+        ]
+        self.head = [self._units(self.sizes["lm_head"], dims.hidden) for _ in range(2)]
+        rng = np.random.default_rng(1)
+        self.norm = gpu.array(rng.uniform(0.5, 1.5, dims.hidden).astype(np.float16))
+        self.residual = [gpu.array(rng.standard_normal(dims.hidden, np.float32)) for _ in range(2)]
+        self.zeros = {
+            "qkv": gpu.cupy.zeros((pieces(dims.qkv_rows, dims.hidden), dims.qkv_rows), np.float32),
+            "o": gpu.cupy.zeros((pieces(dims.hidden, dims.q_width), dims.hidden), np.float32),
+            "down": gpu.cupy.zeros((pieces(dims.hidden, dims.inner), dims.hidden), np.float32),
+            "inner": gpu.cupy.zeros(padded(dims.inner), np.float16),
+            "logits": gpu.cupy.zeros(dims.vocab, np.float32),
+        }
+        self.attended = gpu.array(rng.standard_normal(padded(dims.q_width)).astype(np.float16))
+        self.out = gpu.cupy.zeros(4096, np.uint32)
+
+    def _units(self, size, k):
+        """Random codes, and scales that keep products of order 1."""
+        xp = self.gpu.cupy
+        units = xp.random.randint(0, 256, size // 16 * 4, dtype=np.int32).view(np.uint8).reshape(-1, UNIT_BYTES)
+        units[:, :1024] = xp.random.randint(-(2**31), 2**31 - 1, (len(units), 256), dtype=np.int32).view(np.uint8)
+        units[:, 1024:] = self.gpu.array(np.full(16, 0.2 * k**-0.5, np.float16).view(np.uint8))
+        return units
+
+    def chain(self, kernels, names=NAMES, attention=None):
+        """(kernel, args) of all layers: those kernels of each that `names` has."""
+        z, fault = {name: x.data.ptr for name, x in self.zeros.items()}, self.gpu.fault.address
+        calls, now, other = [], *(x.data.ptr for x in self.residual)
+        for layer, weights in enumerate(self.weights):
+            w = {name: x.data.ptr for name, x in weights.items()}
+            head = {"fault": fault, "layer": layer, "rows": 1}
+            if "qkv" in names:
+                args = Qwen2QkvArgs(
+                    **head, residual=now, pieces=z["down"] if layer else 0, norm=self.norm.data.ptr, weights=w["qkv"],
+                    residual_out=other, out=z["qkv"],
+                )  # fmt: skip
+                calls.append((kernels["qkv"], args))
+                now, other = other, now
+            if "attention" in names:
+                calls.append((attention, BandwidthArgs(z["qkv"], self.out.data.ptr, 0)))
+            if "o_proj" in names:
+                args = Qwen2ProjectionArgs(
+                    **head, **{"in": self.attended.data.ptr}, weights=w["o_proj"], out=z["o"], scale=1.0
+                )
+                calls.append((kernels["o_proj"], args))
+            if "gate_up" in names:
+                args = Qwen2GateUpArgs(
+                    **head, residual=now, pieces=z["o"], norm=self.norm.data.ptr, weights=w["gate_up"],
+                    residual_out=other, inner=z["inner"],
+                )  # fmt: skip
+                calls.append((kernels["gate_up"], args))
+                now, other = other, now
+            if "down" in names:
+                args = Qwen2ProjectionArgs(**head, **{"in": z["inner"]}, weights=w["down"], out=z["down"], scale=16.0)
+                calls.append((kernels["down"], args))
+        return calls
+
+    def heads(self, kernels):
+        z = self.zeros["logits"].data.ptr
+        return [
+            (
+                kernels["lm_head"],
+                Qwen2HeadArgs(rows=1, normed=self.attended.data.ptr, weights=w.data.ptr, logits=z),
+            )
+            for w in self.head
+        ]
+
+    def time(self, calls, count):
+        median, (low, high) = self.gpu.median_us(calls, repeats=30, copies=max(1, 200 // len(calls)))
+        return median / count, (high - low) / count
+
+
+def report(layers, attention, rings=None, *, parts=True):
+    """One variant's table."""
+    kernels, ceiling = kernels_of(layers.dims, rings), layers.gpu.read_ceiling()
+
+    def share(size, us):
+        return f"{size / us / 1e3:6.0f} GB/s {size / us / 1e3 / ceiling:4.0%}"
+
+    whole, spread = layers.time(layers.chain(kernels, attention=attention), layers.count)
+    print(f"  layer {whole:7.2f} us +- {spread / 2:.2f}  {share(layers.layer_bytes, whole)}", flush=True)
+    if not parts:
+        return
+    for name in NAMES:
+        rest, _ = layers.time(layers.chain(kernels, [n for n in NAMES if n != name], attention), layers.count)
+        alone, _ = layers.time(layers.chain(kernels, [name], attention), layers.count)
+        size = layers.sizes.get(name, 0)
+        own = f"{alone:7.2f} us {share(size, alone)}"
+        print(f"    {name:10}{whole - rest:7.2f} us {share(size, whole - rest)}   by itself {own}")
+    us, _ = layers.time(layers.heads(kernels), 2)
+    print(f"    lm_head   {us:7.2f} us {share(layers.sizes['lm_head'], us)}", flush=True)
+
+
+def variants(words):
+    """Lists of rings by kernel's name."""
+    found = [{}]
+    for word in words:
+        if word == "--":
+            found.append({})
+            continue
+        name, _, numbers = word.partition("=")
+        ring = qwen2_gemv.Ring(*map(int, numbers.split(",")))
+        found[-1].update(dict.fromkeys(("qkv", "o_proj", "gate_up", "down") if name == "all" else [name], ring))
+    return [rings for rings in found if rings]
+
+
+def main():
+    words = sys.argv[1:]
+    sizes = [word for word in words if word in ALL] or ["7b"]
+    gpu = Gpu()
+    with tempfile.TemporaryDirectory() as where:
+        attention = stand_in(where)
+        print(f"read ceiling {gpu.read_ceiling():.0f} GB/s")
+        for size in sizes:
+            layers = Layers(gpu, ALL[size])
+            print(f"{size}: {layers.layer_bytes / 1e6:.1f} MB a layer, {layers.count} layers")
+            report(layers, attention)
+            for rings in variants([word for word in words if word not in ALL]):
+                print(f"  {' '.join(f'{n}={r.units},{r.stages},{r.trigger},{r.warps}' for n, r in rings.items())}")
+                report(layers, attention, rings, parts=False)
+    gpu.close()
+
+
+if __name__ == "__main__":
+    main()
