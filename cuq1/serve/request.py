@@ -181,8 +181,12 @@ class Renderer(Protocol):
         """The number of the prompt's tokens."""
 
 
-class Answer(AsyncIterator[Event], Protocol):
-    """The events of one answer. Whoever has it must read it to its end or close it."""
+class Answer(Protocol):
+    """The events of one answer, an asynchronous iterator. Whoever has it must read it to its end or close it."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
 
     async def aclose(self) -> None:
         """Cancel what is still to come; at any time, any number of times."""
