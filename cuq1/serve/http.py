@@ -30,6 +30,22 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise ApiError("invalid", f"the body is no JSON that can be read ({reason})") from None
     if not isinstance(value, dict):
         raise ApiError("invalid", "the body must be a JSON object")
+    if b"\\ud" in body.lower() or b"\xed" in body:
+        value = without_lone_surrogates(value)
+    return value
+
+
+def without_lone_surrogates(value: Any) -> Any:
+    """A JSON value with U+FFFD for every half of a surrogate pair.
+
+    Agents written in JavaScript cut texts between the halves of a character, and then send them with every turn.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_lone_surrogates(item) for item in value]
     return value
 
 

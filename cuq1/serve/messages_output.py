@@ -9,6 +9,7 @@ from typing import Any
 
 from cuq1.serve.agents import new_id
 from cuq1.serve.errors import anthropic_body
+from cuq1.serve.http import without_lone_surrogates
 from cuq1.serve.request import ApiError, CallPiece, Event, Finished, Piece, Queued, Started
 
 Data = dict[str, Any]
@@ -38,6 +39,7 @@ class MessageWriter:
         self._space: list[str] = []
         self._started = Started(0, 0)
         self._end: Finished | None = None
+        self._waits = False  # the queue has been heard of
 
     def feed(self, event: Event) -> list[Data]:
         """The events of one event of the answer."""
@@ -45,7 +47,9 @@ class MessageWriter:
 
     def _feed(self, event: Event) -> Iterator[Data]:
         if isinstance(event, Queued):
-            yield PING
+            if self._waits:
+                yield PING
+            self._waits = True
         elif isinstance(event, Started):
             self._started = event
             yield {"type": "message_start", "message": self.message}
@@ -161,8 +165,8 @@ def _signature(text: str) -> str:
 
 
 def parsed(arguments: str) -> Any:
-    """A call's arguments as JSON can be sent: numbers beyond the range of doubles are the largest of them."""
-    return json.loads(arguments, parse_int=_integer, parse_float=_float)
+    """A call's arguments as JSON can be sent: no half characters, and no number beyond the range of doubles."""
+    return without_lone_surrogates(json.loads(arguments, parse_int=_integer, parse_float=_float))
 
 
 def _integer(text: str) -> int | float:

@@ -2,6 +2,8 @@
 
 import base64
 import binascii
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from cuq1.serve import body as fields
 from cuq1.serve.agents import function_tool, objects, required, schema_of
 from cuq1.serve.body import Body
 from cuq1.serve.history import NO_FILE, NO_IMAGE, History, blocks
-from cuq1.serve.http import invalid, refuse
+from cuq1.serve.http import invalid, refuse, without_lone_surrogates
 from cuq1.serve.settings import MAX_MESSAGES
 from cuq1.serve.structured import Choice
 from cuq1.text.jsontext import json_kind
@@ -33,6 +35,7 @@ LEFT_OUT = frozenset(
         *("tool_search_output", "compaction", "compaction_summary", "context_compaction", "ghost_snapshot", "other"),
     }
 )
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, or both
 ENVELOPE = "cuq1:"  # of reasoning in `encrypted_content`, which clients send back as it is
 
 
@@ -147,7 +150,11 @@ def _item(history: History, item: Mapping[str, Any], where: str, names: Names) -
 def _arguments(item: Mapping[str, Any], where: str) -> Any:
     """A call's arguments, byte for byte; text that is no JSON object, which a model may have written, as one field."""
     arguments = required(item, "arguments", where, empty=True)
-    return arguments if not arguments.strip() or json_kind(arguments) == "object" else {"arguments": arguments}
+    if not arguments.strip():
+        return {}
+    if json_kind(arguments) != "object":
+        return {"arguments": arguments}
+    return without_lone_surrogates(json.loads(arguments)) if _HALF.search(arguments) else arguments
 
 
 def _parts(content: Any, where: str) -> list[str]:
