@@ -24,7 +24,7 @@ ROW_STEP = 8  # rows of activations are kept in whole steps
 _BLOCK_ROWS = 128  # weight rows of a block
 _BLOCK_TOKENS = 128  # tokens of a block, at most
 _LEAST_TOKENS = 32  # tokens of a block where there are few
-_THREADS = 288  # two groups of four warps that multiply, a warp that copies
+_THREADS = 384  # two groups of four warps that multiply, and one of which a lane copies
 
 Defines = tuple[tuple[str, Define], ...]
 
@@ -55,7 +55,7 @@ def _gemm(
     tiles = _ceil(out_rows, _BLOCK_ROWS) * _ceil(rows, _LEAST_TOKENS)
     grid = (max(1, min(MULTIPROCESSORS, tiles)), 1, 1)
     sizes: Defines = (("OUT_ROWS", out_rows), ("K", padded(k)), ("STAGES", stages))
-    return Kernel(source, entry, args, (*sizes, *defines), grid, _THREADS, smem=smem, max_registers=224)
+    return Kernel(source, entry, args, (*sizes, *defines), grid, _THREADS, smem=smem, max_registers=168)
 
 
 def embed(dims: Qwen2Dims, rows: int = CHUNK) -> Kernel:
@@ -82,10 +82,16 @@ def qkv(dims: Qwen2Dims, rows: int = CHUNK) -> Kernel:
     )  # fmt: skip
 
 
-def attention(dims: Qwen2Dims, rows: int = CHUNK) -> Kernel:
-    """attended float16 [rows, q_width] in tiles, from q and the pages; twin: `attention`."""
-    grid = (_ceil(max(rows, 1), 16), dims.q_heads, 1)
-    smem = 4 * 64 * dims.head_size * 2
+def attention(dims: Qwen2Dims, rows: int = CHUNK, *, split: bool | None = None) -> Kernel:
+    """attended float16 [rows, q_width] in tiles, from q and the pages; twin: `attention`.
+
+    split: blocks of 16 rows, among whose warps the keys are split, instead of 64; by default where those would leave
+    multiprocessors idle. 16 rows and fewer are always split.
+    """
+    if split is None:
+        split = _ceil(rows, 64) * dims.q_heads < MULTIPROCESSORS
+    grid = (_ceil(max(rows, 1), 16 if split else 64), dims.q_heads, 1)
+    smem = 2 * 2 * 64 * dims.head_size * 2  # two stages of 64 keys and values
     source = "qwen2_prefill_attention.cu"
     return Kernel(
         source, "qwen2_prefill_attention", Qwen2PrefillAttentionArgs, _heads(dims), grid, 128, smem=smem, min_blocks=2
