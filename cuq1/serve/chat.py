@@ -178,6 +178,6 @@ def _token(one: Any) -> dict[str, Any]:
     return {"token": one.bytes.decode("utf-8", "replace"), "logprob": one.logprob, "bytes": list(one.bytes)}
 
 
-def routes() -> list[Route]:
+def routes(_service: Service) -> list[Route]:
     """This interface's."""
     return [Route("/v1/chat/completions", create, methods=["POST"])]

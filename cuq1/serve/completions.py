@@ -18,7 +18,7 @@ from cuq1.serve import body as fields
 from cuq1.serve.errors import openai_body
 from cuq1.serve.http import COMMENT, EventStream, invalid, read_json, refuse, sse, unless_gone
 from cuq1.serve.openai import FINISH, Counts, Plan, envelope, response_schema, stream_options
-from cuq1.serve.request import Answer, ApiError, Finished, Generation, Piece, Queued, Started, TokenInfo
+from cuq1.serve.request import Answer, ApiError, Finished, Generation, Piece, Queued, Service, Started, TokenInfo
 from cuq1.serve.service import EngineService
 from cuq1.serve.settings import MAX_LOGPROBS
 from cuq1.text import Prompt
@@ -188,7 +188,7 @@ async def detokenize(request: Request) -> Response:
         raise ApiError("invalid", f"tokens: {error}", "tokens") from None
 
 
-def routes() -> list[Route]:
+def routes(_service: Service) -> list[Route]:
     """These interfaces'."""
     return [
         Route("/v1/completions", create, methods=["POST"]),

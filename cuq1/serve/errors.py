@@ -59,6 +59,8 @@ def error_headers(error: ApiError) -> dict[str, str]:
     """Retry-After where trying again helps."""
     if error.kind == "auth":
         return {"WWW-Authenticate": "Bearer"}
+    if error.kind == "too_large":
+        return {"Connection": "close"}  # what is left of the body is not read
     return {"Retry-After": str(RETRY_SECONDS)} if error.kind in ("busy", "shutting_down") else {}
 
 

@@ -69,7 +69,7 @@ class EngineService:
 
     def start(self) -> None:
         """Open the engine; raises what that raises. Blocks until it is there."""
-        engine = self.worker.start()
+        self.engine = engine = self.worker.start()
         self.context = min(self.context, engine.context) if self.context else engine.context
         self.defaults = engine.default_params
         self.grammars = Grammars(self.tokenizer, self.defaults.stop_tokens, self.renderer.calls)

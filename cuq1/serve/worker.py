@@ -98,6 +98,11 @@ class Worker:
         return len(self._waiting)
 
     @property
+    def stopping(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closing
+
+    @property
     def busy(self) -> bool:
         return self._running is not None
 

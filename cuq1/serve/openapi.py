@@ -1,0 +1,221 @@
+"""The OpenAPI description at /openapi.json: what each path takes, as far as it is read."""
+
+from typing import Any
+
+from cuq1 import __version__
+from cuq1.serve.settings import MAX_LOGPROBS, MAX_STOP_LENGTH, MAX_STOPS
+
+Schema = dict[str, Any]
+
+STRING: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": ["boolean", "null"]}
+OBJECT: Schema = {"type": ["object", "null"]}
+POSITIVE: Schema = {"type": ["integer", "null"], "minimum": 1}
+
+SAMPLING: dict[str, Schema] = {
+    "model": {"type": ["string", "null"], "description": "any name is served"},
+    "stream": BOOLEAN,
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN},
+    },
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 100},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": ["integer", "null"], "minimum": -1},
+    "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
+    "max_tokens": POSITIVE,
+    "stop": {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+            {
+                "type": "array",
+                "maxItems": MAX_STOPS,
+                "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+            },
+        ]
+    },
+    "response_format": {
+        "type": ["object", "null"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+        },
+    },
+}
+TEXT_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text"]}, "text": STRING},
+    "required": ["type", "text"],
+}
+CALL: Schema = {
+    "type": "object",
+    "properties": {
+        "id": STRING,
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "properties": {"name": STRING, "arguments": STRING}, "required": ["name"]},
+    },
+    "required": ["function"],
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}, {"type": "null"}]},
+        "reasoning_content": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": CALL},
+        "tool_call_id": STRING,
+    },
+    "required": ["role"],
+}
+TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]+$", "maxLength": 64},
+                "description": STRING,
+                "parameters": {"type": "object"},
+                "strict": BOOLEAN,
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+RENDERED: dict[str, Schema] = {
+    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
+    "tools": {"type": ["array", "null"], "items": TOOL},
+    "chat_template_kwargs": OBJECT,
+    "reasoning_effort": {"enum": [None, "none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+}
+CHAT: Schema = {
+    "type": "object",
+    "properties": SAMPLING
+    | RENDERED
+    | {
+        "max_completion_tokens": POSITIVE,
+        "tool_choice": {"anyOf": [{"enum": [None, "auto", "none", "required"]}, {"type": "object"}]},
+        "parallel_tool_calls": BOOLEAN,
+        "logprobs": BOOLEAN,
+        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
+        "n": {"enum": [None, 1]},
+    },
+    "required": ["messages"],
+}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+COMPLETION: Schema = {
+    "type": "object",
+    "properties": SAMPLING
+    | {
+        "prompt": {"anyOf": [STRING, IDS, {"type": "array", "items": STRING, "minItems": 1, "maxItems": 1}]},
+        "echo": BOOLEAN,
+        "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
+        "n": {"enum": [None, 1]},
+    },
+    "required": ["prompt"],
+}
+RESPONSES: Schema = {
+    "type": "object",
+    "properties": {
+        "model": STRING,
+        "instructions": {"type": ["string", "null"]},
+        "input": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "max_output_tokens": POSITIVE,
+        "stream": BOOLEAN,
+    },
+    "required": ["input"],
+}
+MESSAGES: Schema = {
+    "type": "object",
+    "properties": {
+        "model": STRING,
+        "system": {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["user", "assistant"]},
+                    "content": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
+                },
+                "required": ["role", "content"],
+            },
+        },
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "stream": {"type": "boolean"},
+    },
+    "required": ["messages", "max_tokens"],
+}
+COUNT: Schema = MESSAGES | {"required": ["messages"]}
+TOKENIZE: Schema = {
+    "type": "object",
+    "properties": {"prompt": STRING, "parse_special": BOOLEAN} | RENDERED,
+}
+DETOKENIZE: Schema = {"type": "object", "properties": {"tokens": IDS}, "required": ["tokens"]}
+
+_ERRORS = {
+    "400": "what was asked for cannot be served; the message names the field",
+    "401": "the key is missing or wrong",
+    "403": "asked by another site's page, or under another name",
+    "408": "the body came too slowly",
+    "413": "the body is too large",
+    "500": "the engine failed while it computed",
+    "503": "the queue is full, the engine is starting again, or the server is stopping",
+}
+
+
+def _post(summary: str, schema: Schema, *, stream: bool = False) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        content["text/event-stream"] = {"schema": STRING}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+            "responses": {"200": {"description": "the answer", "content": content}} | _failures(),
+        }
+    }
+
+
+def _get(summary: str, media_type: str, *, parameter: str | None = None) -> dict[str, Any]:
+    ok = {"description": summary, "content": {media_type: {"schema": {} if media_type.endswith("json") else STRING}}}
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": ok} | _failures()}
+    if parameter is not None:
+        schema = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": schema}]
+    return {"get": operation}
+
+
+def _failures() -> dict[str, Any]:
+    content = {"application/json": {"schema": {"type": "object"}}}
+    return {status: {"description": text, "content": content} for status, text in _ERRORS.items()}
+
+
+def description() -> dict[str, Any]:
+    """The whole description, as OpenAPI 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "cuq1", "version": __version__},
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+        "paths": {
+            "/v1/chat/completions": _post("OpenAI Chat Completions", CHAT, stream=True),
+            "/v1/completions": _post("OpenAI completions: text from a raw prompt", COMPLETION, stream=True),
+            "/v1/responses": _post("OpenAI Responses", RESPONSES, stream=True),
+            "/v1/messages": _post("Anthropic Messages", MESSAGES, stream=True),
+            "/v1/messages/count_tokens": _post("tokens of a Messages request", COUNT),
+            "/tokenize": _post("token ids of a text, or of a chat's prompt", TOKENIZE),
+            "/detokenize": _post("the text of token ids", DETOKENIZE),
+            "/v1/models": _get("the one model", "application/json"),
+            "/v1/models/{name}": _get("the one model, under any name", "application/json", parameter="name"),
+            "/health": _get("whether the engine computes", "application/json"),
+            "/metrics": _get("counters for Prometheus", "text/plain"),
+            "/": _get("a page to chat with the model", "text/html"),
+        },
+    }

@@ -1,0 +1,168 @@
+"""From a command line that has been checked to a server that answers, and to its orderly end."""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import uvicorn
+
+from cuq1.description import Description
+from cuq1.engine import Device, Engine, check_qwen2, has_gpus, open_engine, usable_gpu
+from cuq1.errors import RequestError
+from cuq1.serve.app import create_app
+from cuq1.serve.log import log, to_stderr
+from cuq1.serve.request import ApiError
+from cuq1.serve.service import EngineService
+from cuq1.serve.settings import Settings
+from cuq1.serve.worker import State
+
+FORCE_SECONDS = 5.0  # from the end of the drain to the end of connections that still stand
+
+
+def serve(
+    options: argparse.Namespace,
+    model: Description,
+    name: str,
+    settings: Settings,
+    listener: socket.socket,
+    begun: float,
+) -> int:
+    """Load the model, answer until a signal comes; returns the exit status."""
+    to_stderr()
+    device = pick_device(options, model)
+    log.info("loading %s on %s", name, device)
+    open_one = partial(
+        open_engine,
+        model.source,
+        device,
+        options.tp,
+        progress=Progress(),
+        activations=options.activations,
+        context=options.context,
+    )
+    service = EngineService(
+        open_one,
+        model.text,
+        model.vocab_size,
+        model_name=name,
+        context=options.context,
+        max_queue=options.max_queue,
+        restarts=options.engine_restarts,
+        keep_alive=options.keep_alive,
+        changed=_note,
+    )
+    service.start()
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log.info("model %s, device %s, %s, context %d", name, device, memory(service.engine), service.context)
+    config = uvicorn.Config(
+        create_app(service, settings),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(options.drain + FORCE_SECONDS),
+    )
+    server = Server(config, service, options.drain, f"ready: {url} ({time.monotonic() - begun:.1f} s)")
+    try:
+        asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        service.close(drain=False, timeout=FORCE_SECONDS)
+    log.info("stopped")
+    return 0
+
+
+def pick_device(options: argparse.Namespace, model: Description) -> Device:
+    """cpu or cuda; raises what a device or a number of ranks cannot do, before anything is loaded."""
+    if model.is_qwen2:
+        check_qwen2(options.tp, options.activations)
+    else:
+        model.check_ranks(options.tp)
+    given: Device = options.device
+    if given != "auto":
+        return given
+    found = usable_gpu() if options.tp == 1 else has_gpus(options.tp)
+    if not found and options.activations != "f16":
+        raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
+    return "cuda" if found else "cpu"
+
+
+def memory(engine: Engine) -> str:
+    """What the engine takes: of the device where it says so, else of this process."""
+    parts = getattr(engine, "memory", None)
+    if isinstance(parts, dict):
+        return f"device memory {sum(parts.values()) / 2**30:.2f} GiB"
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+            pages = int(file.read().split()[1])
+    except OSError:
+        return "memory unknown"
+    return f"memory {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB"
+
+
+class Progress:
+    """Layers as they are loaded: a line that is overwritten in a terminal, a few lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rloading layers: {done}/{total}" if done < total else "\r\x1b[K")
+            sys.stderr.flush()
+        elif done == total or done / total >= self._said + 0.25:
+            self._said = done / total
+            log.info("loading layers: %d/%d", done, total)
+
+
+def _note(state: State) -> None:
+    if state in ("restarting", "failed"):
+        log.error("engine %s", state)
+    elif state == "ready":
+        log.info("engine ready")
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server with an end of its own: a first signal drains, a second one ends what is left."""
+
+    def __init__(self, config: uvicorn.Config, service: EngineService, drain: float, ready: str) -> None:
+        super().__init__(config)
+        self._service, self._drain, self._ready = service, drain, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        log.info(self._ready)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handlers while the server runs; the signal isn't raised again after it."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, loop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        worker = self._service.worker
+        if self.should_exit:
+            self.force_exit = True
+            self._abort()
+            return
+        log.info("stopping: %d running, %d waiting", worker.busy, worker.waiting)
+        worker.refuse()
+        self.should_exit = True
+        loop.call_later(self._drain, self._abort)
+
+    def _abort(self) -> None:
+        self._service.worker.abort(ApiError("shutting_down", "the server is shutting down: try again later"))
