@@ -24,14 +24,14 @@ async def read_json(request: Request) -> dict[str, Any]:
     """The JSON object that a request's body is; raises ApiError."""
     body = await request.body()
     try:
-        value = json.loads(body, parse_constant=refuse_constant, parse_float=_finite)
+        value: Any = json.loads(body, parse_constant=refuse_constant, parse_float=_finite)
+        if b"\\ud" in body.lower() or b"\xed" in body:
+            value = without_lone_surrogates(value)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number, its encoding or its depth"
         raise ApiError("invalid", f"the body is no JSON that can be read ({reason})") from None
     if not isinstance(value, dict):
         raise ApiError("invalid", "the body must be a JSON object")
-    if b"\\ud" in body.lower() or b"\xed" in body:
-        value = without_lone_surrogates(value)
     return value
 
 
