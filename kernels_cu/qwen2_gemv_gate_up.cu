@@ -9,6 +9,7 @@
 //
 // Why so: more than half of a layer's bytes, so what counts is that memory never idles: the rings are full when the token
 // comes in, each warp refills its own, and blocks have whole tiles, so that silu needs no other launch.
+#include "common/int4_stream.cuh"
 #include "common/qwen2_entry.cuh"
 
 constexpr int TILE_COLUMNS = TILE_ROWS / 2;

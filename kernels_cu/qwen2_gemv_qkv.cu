@@ -9,6 +9,7 @@
 //
 // Why so: the block's whole share fits into its rings (common/int4_stream.cuh) and is on its way while down still
 // streams; what is left after the wait is latency: one trip to L2, a sum over the block, the products.
+#include "common/int4_stream.cuh"
 #include "common/qwen2_entry.cuh"
 
 constexpr int ROWS_OUT = (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE;

@@ -49,3 +49,24 @@ __device__ __forceinline__ void multiply_words(float (&c)[4], uint32_t low, uint
     mma_f16(c, a[0], b[0], a[1], b[1], x.x, x.y);
     mma_f16(c, a[2], b[2], a[3], b[3], x.z, x.w);
 }
+
+// A token of halves, in the order of its columns.
+struct Halves {
+    static constexpr int GROUP_BYTES = GROUP_SIZE * 2;
+
+    // A unit's codes, a lane's 16 bytes of both chunks, times the token's group: rows g and g + 8, the same in all lanes
+    // of a quad.
+    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int t) {
+        const uint4* const x = reinterpret_cast<const uint4*>(group) + t;
+        float c[2][4] = {};  // two chains of products, as one would wait for each MMA
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+            multiply_words(c[0], w[chunk].x, w[chunk].y, x[8 * chunk]);
+            multiply_words(c[1], w[chunk].z, w[chunk].w, x[8 * chunk + 4]);
+        }
+        return make_float2(c[0][0] + c[1][0], c[0][2] + c[1][2]);
+    }
+
+    // Of what a quad's lanes have.
+    static __device__ __forceinline__ float sum(float x) { return x; }
+};

@@ -78,7 +78,8 @@ struct Stream {
         __syncwarp();  // the barriers exist for all lanes
     }
 
-    // The run times the token's halves [padded(K)], into the warp's sums.
+    // The run times the token [padded(K)], into the warp's sums.
+    template <typename Token = Halves>
     __device__ __forceinline__ void multiply(Shared& shared, const uint8_t* token, Fault* fault, int kernel, int layer) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         float* sums = &shared.sums[warp][0][g];
@@ -86,6 +87,7 @@ struct Stream {
         int group = run.first % GROUPS, slot = 0;
         uint32_t parity = 0;
         const auto flush = [&]() {
+            low = Token::sum(low), high = Token::sum(high);
             if (t == 0) sums[0] = low, sums[8] = high;
             sums += TILE_ROWS;
             low = high = 0.0f;
@@ -113,16 +115,10 @@ struct Stream {
             if (++slot == STAGES) slot = 0, parity ^= 1;
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
-                const uint4* const x = reinterpret_cast<const uint4*>(token + group * GROUP_SIZE * 2) + t;
-                float c[2][4] = {};  // two chains of products, as one would wait for each MMA
-#pragma unroll
-                for (int chunk = 0; chunk < 2; ++chunk) {
-                    multiply_words(c[0], w[u][chunk].x, w[u][chunk].y, x[8 * chunk]);
-                    multiply_words(c[1], w[u][chunk].z, w[u][chunk].w, x[8 * chunk + 4]);
-                }
+                const float2 c = Token::times(w[u], token + group * Token::GROUP_BYTES, t);
                 if (u < left) {
-                    low += f16_to_float(scale[u][0]) * (c[0][0] + c[1][0]);
-                    high += f16_to_float(scale[u][1]) * (c[0][2] + c[1][2]);
+                    low += f16_to_float(scale[u][0]) * c.x;
+                    high += f16_to_float(scale[u][1]) * c.y;
                     if (++group == GROUPS) {
                         group = 0;
                         flush();

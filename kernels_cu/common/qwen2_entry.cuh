@@ -1,8 +1,8 @@
 // x = residual + pieces of the projection before, and rms(x, norm) as halves in shared memory: each block for itself.
 //
 // All of a thread's loads are under way together, those of the norm before pdl_wait(). The blocks write x in turns.
+// To be included after common/int4_stream.cuh.
 #pragma once
-#include "common/int4_stream.cuh"
 #include "common/reduce.cuh"
 
 // PIECES of a matrix [HIDDEN][K].

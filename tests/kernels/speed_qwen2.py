@@ -24,17 +24,18 @@ from tests.kernels.qwen2_shapes import ALL
 from tests.paths import ROOT
 
 NAMES = ("qkv", "attention", "o_proj", "gate_up", "down")
+PAUSE = 2500  # nanoseconds
 BYTES = 1 << 30  # of weights in a chain: many times what L2 holds
 
 
 def stand_in(where):
-    """A launch that waits for its predecessor and moves next to nothing, compiled from a folder of its own."""
+    """A launch that waits for its predecessor, takes a while and moves nothing, compiled from a folder of its own."""
     for path in (ROOT / "kernels_cu").iterdir():
         (Path(where) / path.name).symlink_to(path)
-    (Path(where) / "stand_in.cu").symlink_to(Path(__file__).parent / "stand_in.cu")
+    (Path(where) / "qwen2_stand_in.cu").symlink_to(Path(__file__).parent / "qwen2_stand_in.cu")
     folder = jit.folder
     jit.folder = lambda name: Path(where) if name == "kernels_cu" else folder(name)
-    return Kernel("stand_in.cu", "stand_in", BandwidthArgs, (), (32, 1, 1), 128)
+    return Kernel("qwen2_stand_in.cu", "qwen2_stand_in", BandwidthArgs, (), (132, 1, 1), 128, smem=48 << 10)
 
 
 def kernels_of(dims, rings=None):
@@ -91,8 +92,8 @@ class Layers:
         units[:, 1024:] = self.gpu.array(np.full(16, 0.2 * k**-0.5, np.float16).view(np.uint8))
         return units
 
-    def chain(self, kernels, names=NAMES, attention=None):
-        """(kernel, args) of all layers: those kernels of each that `names` has."""
+    def chain(self, kernels, names=NAMES, attention=None, pause=0):
+        """(kernel, args) of all layers: those kernels of each that `names` has. pause: attention's nanoseconds."""
         z, fault = {name: x.data.ptr for name, x in self.zeros.items()}, self.gpu.fault.address
         calls, now, other = [], *(x.data.ptr for x in self.residual)
         for layer, weights in enumerate(self.weights):
@@ -106,7 +107,7 @@ class Layers:
                 calls.append((kernels["qkv"], args))
                 now, other = other, now
             if "attention" in names:
-                calls.append((attention, BandwidthArgs(z["qkv"], self.out.data.ptr, 0)))
+                calls.append((attention, BandwidthArgs(z["qkv"], self.out.data.ptr, pause)))
             if "o_proj" in names:
                 args = Qwen2ProjectionArgs(
                     **head, **{"in": self.attended.data.ptr}, weights=w["o_proj"], out=z["o"], scale=1.0
@@ -147,15 +148,26 @@ def report(layers, attention, rings=None, *, parts=True):
         return f"{size / us / 1e3:6.0f} GB/s {size / us / 1e3 / ceiling:4.0%}"
 
     whole, spread = layers.time(layers.chain(kernels, attention=attention), layers.count)
-    print(f"  layer {whole:7.2f} us +- {spread / 2:.2f}  {share(layers.layer_bytes, whole)}", flush=True)
+    paused, _ = layers.time(layers.chain(kernels, attention=attention, pause=PAUSE), layers.count)
+    own = f"{share(layers.layer_bytes, whole)}, with {PAUSE} ns of attention {paused:.2f} us"
+    print(f"  layer {whole:7.2f} us +- {spread / 2:.2f}  {own}", flush=True)
     if not parts:
         return
     for name in NAMES:
         rest, _ = layers.time(layers.chain(kernels, [n for n in NAMES if n != name], attention), layers.count)
         alone, _ = layers.time(layers.chain(kernels, [name], attention), layers.count)
         size = layers.sizes.get(name, 0)
+        if 0 < size < 30e6:  # what is left where weights come from L2
+            first = layers.weights[0][name].data.ptr
+            calls = layers.chain(kernels, [name], attention)
+            for _, args in calls:
+                args.weights = first
+            cached, _ = layers.time(calls, layers.count)
+            alone_in_l2 = f", {cached:.2f} us from L2"
+        else:
+            alone_in_l2 = ""
         own = f"{alone:7.2f} us {share(size, alone)}"
-        print(f"    {name:10}{whole - rest:7.2f} us {share(size, whole - rest)}   by itself {own}")
+        print(f"    {name:10}{whole - rest:7.2f} us {share(size, whole - rest)}   by itself {own}{alone_in_l2}")
     us, _ = layers.time(layers.heads(kernels), 2)
     print(f"    lm_head   {us:7.2f} us {share(layers.sizes['lm_head'], us)}", flush=True)
 

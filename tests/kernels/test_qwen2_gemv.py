@@ -263,11 +263,11 @@ WRONG = {
     "nibbles in each other's place": ("int4", "const uint32_t upper = word >> 8;", "const uint32_t upper = word;"),
     "rows in each other's place": ("int4", "mma_f16(c, a[0], b[0], a[1], b[1]", "mma_f16(c, b[0], a[0], b[1], a[1]"),
     "codes without a sign": ("int4", "LESS = 0x64086408", "LESS = 0x64006400"),
-    "no scale": ("stream", "low += f16_to_float(scale[u][0]) * (", "low += ("),
+    "no scale": ("stream", "low += f16_to_float(scale[u][0]) * c.x", "low += c.x"),
     "a unit left out": ("stream", "if (u < left) {", "if (u < left - (blockIdx.x == 7 && warp == 3)) {"),
     "a warp's sums left out": ("stream", "if (tile >= tiles.x && tile", "if (w > 0 && tile >= tiles.x && tile"),
     "copies not waited for": ("stream", "            barrier_wait(&full[slot], parity, fault, kernel, layer);\n", ""),
-    "sums a thousandth too large": ("stream", "low += f16_to_float", "low += 1.001f * f16_to_float"),
+    "sums a thousandth too large": ("stream", "low += f16_to_float(", "low += 1.001f * f16_to_float("),
 }
 
 
