@@ -24,7 +24,7 @@ from tests.kernels.qwen2_shapes import ALL
 from tests.paths import ROOT
 
 NAMES = ("qkv", "attention", "o_proj", "gate_up", "down")
-PAUSE = 2500  # nanoseconds
+PAUSE = 4500  # clock cycles, about 2.5 us
 BYTES = 1 << 30  # of weights in a chain: many times what L2 holds
 
 
@@ -93,7 +93,7 @@ class Layers:
         return units
 
     def chain(self, kernels, names=NAMES, attention=None, pause=0):
-        """(kernel, args) of all layers: those kernels of each that `names` has. pause: attention's nanoseconds."""
+        """(kernel, args) of all layers: those kernels of each that `names` has. pause: attention's clock cycles."""
         z, fault = {name: x.data.ptr for name, x in self.zeros.items()}, self.gpu.fault.address
         calls, now, other = [], *(x.data.ptr for x in self.residual)
         for layer, weights in enumerate(self.weights):
@@ -149,7 +149,7 @@ def report(layers, attention, rings=None, *, parts=True):
 
     whole, spread = layers.time(layers.chain(kernels, attention=attention), layers.count)
     paused, _ = layers.time(layers.chain(kernels, attention=attention, pause=PAUSE), layers.count)
-    own = f"{share(layers.layer_bytes, whole)}, with {PAUSE} ns of attention {paused:.2f} us"
+    own = f"{share(layers.layer_bytes, whole)}, with {PAUSE} cycles of attention {paused:.2f} us"
     print(f"  layer {whole:7.2f} us +- {spread / 2:.2f}  {own}", flush=True)
     if not parts:
         return
