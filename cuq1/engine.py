@@ -83,6 +83,7 @@ def open_engine(
     activations: Activations = "f16",
     loop: Loop = "device",
     meeting: Rendezvous | None = None,
+    context: int | None = None,
 ) -> Engine:
     """Load a model into an engine: a checkpoint folder, a .nanoqwen file, or a Qwen2 model that is open already.
 
@@ -93,8 +94,9 @@ def open_engine(
     (SystemExit). meeting: the run's rendezvous, where the caller has one already; it stays the caller's.
 
     progress(done, total) is called as layers are loaded. activations: "fp8" quantises what enters the experts to E4M3,
-    on the GPU alone. loop: who launches a request's rounds on the GPU, the device itself or the host. Qwen2 models are
-    computed on the CPU, by one rank. Raises ConfigError, CheckpointError, DeviceError, RequestError or, where another
+    on the GPU alone. loop: who launches a request's rounds on the GPU, the device itself or the host. context: tokens
+    that a sequence can have at the most; on a GPU it decides what the caches take. Qwen2 models are computed by one
+    rank, in INT4 on a GPU. Raises ConfigError, CheckpointError, DeviceError, RequestError or, where another
     rank failed, LaunchError.
     """
     if device not in ("auto", "cpu", "cuda"):
@@ -106,24 +108,25 @@ def open_engine(
     if loop not in ("device", "host"):
         raise RequestError(f"loop must be device or host, not {loop!r}")
     if not isinstance(model, str | Path) or is_qwen2(model):
-        check_qwen2(device, tp, activations)
-        return _open_qwen2(open_qwen2(model) if isinstance(model, str | Path) else model, progress)
+        check_qwen2(tp, activations)
+        opened = open_qwen2(model) if isinstance(model, str | Path) else model
+        if device == "cpu" or (device == "auto" and not usable_gpu()):
+            return _open_qwen2(opened, progress, context)
+        return _open_qwen2_cuda(opened, progress, loop, context)
     if device == "auto":
         device = "cuda" if (os.environ.get(WORLD) == str(tp) if tp > 1 else usable_gpu()) else "cpu"
     if device == "cuda":
-        open_one = partial(_open_cuda, model, tp, progress, activations, loop)
+        open_one = partial(_open_cuda, model, tp, progress, activations, loop, context)
         return open_one(None) if tp == 1 else _open_ranks(open_one, tp, meeting)
     if activations != "f16":
         raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
-    return _open_cpu(model, tp, progress)
+    return _open_cpu(model, tp, progress, context)
 
 
-def check_qwen2(device: Device, tp: int, activations: Activations) -> None:
-    """DeviceError for what only a GPU engine would compute of a Qwen2 model."""
-    if device == "cuda" or tp > 1 or activations != "f16":
-        raise DeviceError(
-            "there is no GPU engine for Qwen2 models yet: use device cpu or auto, one rank and activations f16"
-        )
+def check_qwen2(tp: int, activations: Activations) -> None:
+    """RequestError for what is not computed of a Qwen2 model."""
+    if tp > 1 or activations != "f16":
+        raise RequestError("Qwen2 models are computed by one rank, with activations f16: leave out tp and activations")
 
 
 def usable_gpu() -> bool:
@@ -149,16 +152,26 @@ def has_gpus(count: int) -> bool:
     return True
 
 
-def _open_cpu(model_dir: str | Path, tp: int, progress: Callable[[int, int], None] | None) -> Engine:
+def _open_cpu(
+    model_dir: str | Path, tp: int, progress: Callable[[int, int], None] | None, context: int | None
+) -> Engine:
     from cuq1.reference.engine import ReferenceEngine  # noqa: PLC0415
 
-    return ReferenceEngine(model_dir, tp, progress=progress)
+    return ReferenceEngine(model_dir, tp, progress=progress, context=context)
 
 
-def _open_qwen2(model: Qwen2Model, progress: Callable[[int, int], None] | None) -> Engine:
+def _open_qwen2(model: Qwen2Model, progress: Callable[[int, int], None] | None, context: int | None) -> Engine:
     from cuq1.reference.qwen2_engine import Qwen2Engine  # noqa: PLC0415
 
-    return Qwen2Engine(model, progress=progress)
+    return Qwen2Engine(model, progress=progress, context=context)
+
+
+def _open_qwen2_cuda(
+    model: Qwen2Model, progress: Callable[[int, int], None] | None, loop: Loop, context: int | None
+) -> Engine:
+    from cuq1.cuda.qwen2_engine import Qwen2CudaEngine  # noqa: PLC0415
+
+    return Qwen2CudaEngine(model, progress=progress, loop=loop, context=context)
 
 
 def _open_cuda(
@@ -167,11 +180,14 @@ def _open_cuda(
     progress: Callable[[int, int], None] | None,
     activations: Activations,
     loop: Loop,
+    context: int | None,
     meeting: Rendezvous | None,
 ) -> "CudaEngine":
     from cuq1.cuda.engine import CudaEngine  # noqa: PLC0415
 
-    return CudaEngine(model_dir, tp, progress=progress, activations=activations, loop=loop, meeting=meeting)
+    return CudaEngine(
+        model_dir, tp, progress=progress, activations=activations, loop=loop, capacity=context, meeting=meeting
+    )
 
 
 def _open_ranks(open_one: Callable[[Rendezvous], "CudaEngine"], tp: int, given: Rendezvous | None) -> Engine:

@@ -68,6 +68,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="device",
         help="who launches rounds on the GPU: the device itself, or the host, for comparison",
     )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of prompt and answer at the most (default: the model's)"
+    )
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
     parser.add_argument("--top-k", type=int, metavar="K", help="0 for no limit (default: the checkpoint's)")
@@ -165,6 +168,12 @@ def _model(options: argparse.Namespace) -> Description:
     return Description.open(nano if options.model is None else Path(options.model))
 
 
+def _context(options: argparse.Namespace, model: Description) -> int:
+    if options.context is not None and not 1 <= options.context <= model.context:
+        raise RequestError(f"--context must be from 1 to the model's {model.context}, not {options.context}")
+    return model.context if options.context is None else int(options.context)
+
+
 def _engine(options: argparse.Namespace, model: Description, part: Part | None) -> Engine:
     progress = _progress if sys.stderr.isatty() else None
     return open_engine(
@@ -175,6 +184,7 @@ def _engine(options: argparse.Namespace, model: Description, part: Part | None) 
         activations=options.activations,
         loop=options.loop,
         meeting=None if part is None else part.meeting,
+        context=options.context,
     )
 
 
@@ -184,7 +194,7 @@ def _generate(options: argparse.Namespace, model: Description, part: Part | None
     check_draft(params.draft, model.max_drafts)
     tokenizer = Tokenizer.load(model.text, model.vocab_size)
     request = _request(options, model, tokenizer)
-    ids = check_prompt(request.ids, model.vocab_size, model.context, room=1)
+    ids = check_prompt(request.ids, model.vocab_size, _context(options, model), room=1)
     output = OutputStream(
         tokenizer, stops=options.stop, tools=request.tools, reasoning=request.in_reasoning, calls=request.calls
     )
@@ -244,8 +254,8 @@ def _ranks(options: argparse.Namespace, model: Description, part: Part | None) -
     if tp < 1:
         raise RequestError(f"--tp must be at least 1, not {tp}")
     if model.is_qwen2:
-        check_qwen2(options.device, tp, options.activations)
-        return 1, "cpu"
+        check_qwen2(tp, options.activations)
+        return 1, options.device
     model.check_ranks(tp)
     if options.device == "cpu" or tp == world == 1:
         return tp, options.device

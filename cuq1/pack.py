@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from cuq1.checkpoint import int4
 from cuq1.checkpoint.nanoqwen_dims import Dims
 from cuq1.checkpoint.nanoqwen_header import FILES
 from cuq1.checkpoint.nanoqwen_writer import Pieces, write_nanoqwen
+from cuq1.checkpoint.packed import half
 from cuq1.checkpoint.qwen2_folder import EMBEDDING, NORM, Qwen2Folder
 from cuq1.cli import Parser, guarded
 from cuq1.config import is_present, read_json
@@ -91,16 +89,7 @@ def _halves(folder: Qwen2Folder, names: dict[str, str]) -> Pieces:
     """FP16 tensors."""
     for ours, theirs in names.items():
         for values in folder.pieces(theirs):
-            yield ours, _half(values, folder.source(theirs))
-
-
-def _half(values: int4.Float32, source: str) -> npt.NDArray[np.float16]:
-    with np.errstate(over="ignore"):  # reported below, by name
-        half = values.astype(np.float16)
-    if not np.isfinite(half).all():
-        largest = np.abs(values).max()
-        raise CheckpointError(f"{source} holds a value of {largest:.4g}, which exceeds FP16: use another checkpoint")
-    return half
+            yield ours, half(values, folder.source(theirs))
 
 
 def _linears(folder: Qwen2Folder, names: dict[str, str]) -> Pieces:

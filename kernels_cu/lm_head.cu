@@ -31,7 +31,7 @@ constexpr int WARP_CHUNKS = STAGE_CHUNKS / CONSUMERS;
 
 static_assert(HIDDEN % CHUNK_K == 0 && CHUNKS % STAGE_CHUNKS == 0, "a tile is a whole number of stages");
 static_assert(STAGE_CHUNKS % CONSUMERS == 0, "each warp has the same number of a stage's chunks");
-static_assert(TILE_STAGES * WARP_CHUNKS <= 32, "activations stay in registers, two or four a chunk");
+static_assert(TILE_STAGES * WARP_CHUNKS <= 40, "activations stay in registers, two or four a chunk");
 
 struct Fragment {
     uint2 k[FP8 ? 2 : 1];

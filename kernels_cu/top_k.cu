@@ -1,13 +1,13 @@
 // The MAX_TOP_K largest logits of each row, sorted, ties by lower id: all that sampling needs of a rank's logits.
 //
-// PRECOND  grid: (BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's; *live was
-//          written at least two launches ago. The clusters of rows that are not live end at once. One list a row: PIECES
-//          is 1. Of several ranks, each pushes its lists into every rank's inbox, and where `mirror` and `status` are
+// PRECOND  grid: (PIECES * BLOCKS, ROWS), cluster: BLOCKS along x, block: THREADS. logits are the predecessor's; *live was
+//          written at least two launches ago. The clusters of rows that are not live end at once. A list a row for each
+//          of PIECES parts of the vocabulary, 1 where that is not defined. Of several ranks, each pushes its lists into every rank's inbox, and where `mirror` and `status` are
 //          given (`fault` then is as well), what its host and its kernels have to say: grid (BLOCKS, ROWS + 1).
 // READS    rows * VOCAB * 4 bytes, from L2.  WRITES  rows * MAX_TOP_K * 8 bytes; of several ranks, to each of them.
 //
 // Why so: a row's cluster spreads the reading over eight multiprocessors and meets in shared memory, which is shorter
-// than another launch or another round trip through L2. In a block, the 32nd largest of the threads' maxima is a bound
+// than another launch or another round trip through L2. A vocabulary of more than registers hold is cut into pieces. In a block, the 32nd largest of the threads' maxima is a bound
 // that at least 32 logits reach, and only the 32 threads whose maximum reaches it can hold such logits: that leaves 32
 // to 32 * PER_THREAD candidates, usually about 40, which are ranked by counting. Values and ids form one integer
 // (see make_key), so that all keys differ and every order is the only one.
@@ -25,13 +25,17 @@
 #include "common/pdl.cuh"
 #include "common/sampling.cuh"
 
+#ifndef PIECES
+constexpr int PIECES = 1;
+#endif
 constexpr int BLOCKS = 8;  // of a cluster: the portable limit
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int PART = (VOCAB + BLOCKS - 1) / BLOCKS;  // a block's logits
+constexpr int PART = (VOCAB + PIECES * BLOCKS - 1) / (PIECES * BLOCKS);  // a block's logits
 constexpr int PER_THREAD = (PART + THREADS - 1) / THREADS;
 
-static_assert(VOCAB >= MAX_TOP_K, "a list has no empty places");
+static_assert(VOCAB >= (PIECES - 1) * BLOCKS * PART + MAX_TOP_K, "a list has no empty places");
+static_assert(RANKS == 1 || PIECES == 1, "a list a rank");
 static_assert(BLOCKS * MAX_TOP_K == THREADS, "the first block ranks one candidate a thread");
 static_assert(MAX_TOP_K == WARP, "a list is a warp's");
 static_assert(RANKS <= WARPS, "a warp pushes to a rank");
@@ -105,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
     pdl_trigger();
     if (row >= rows) return;  // the whole cluster
 
-    const int start = rank * PART, end = min_int(start + PART, VOCAB);
+    const int start = int(blockIdx.x) * PART, end = min_int(start + PART, VOCAB);
     const float* logits = a.logits + int64_t(row) * VOCAB;
     float value[PER_THREAD];
 #pragma unroll
@@ -169,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k(const __grid_constan
         push_to(distance, a.values + row * RANKS * MAX_TOP_K + lane, key_value(mine));
         push_to(distance, a.ids + row * RANKS * MAX_TOP_K + lane, key_id(mine));
     } else if (place < MAX_TOP_K) {
-        a.values[row * MAX_TOP_K + place] = key_value(key);
-        a.ids[row * MAX_TOP_K + place] = key_id(key);
+        const int list = row * PIECES + int(blockIdx.x) / BLOCKS;
+        a.values[list * MAX_TOP_K + place] = key_value(key);
+        a.ids[list * MAX_TOP_K + place] = key_id(key);
     }
 }

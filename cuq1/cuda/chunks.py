@@ -7,7 +7,7 @@ from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import load_all
 from cuq1.cuda.launch import Call
 from cuq1.cuda.ranks import Ranks
-from cuq1.models.prefill import Chunk, Step, Sum
+from cuq1.models.steps import Chunk, Step, Sum
 from cuq1.plan.types import Ref, Value
 
 

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from cuq1.cuda import abi
 from cuq1.cuda.runtime import Runtime
-from cuq1.models import decode
+from cuq1.models.family import plans_of
 from cuq1.plan.dims import ROWS
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.filter import Distribution, filtered
@@ -24,6 +24,7 @@ class HostSampler:
     def __init__(self, runtime: Runtime, rule: DepthRule) -> None:
         self._runtime = runtime
         self._rule = rule
+        self._plans = plans_of(runtime.model)
         self._state = abi.State()
         self._logits = np.empty((ROWS, runtime.model.dims.vocab_total), np.float32)
         self._drafts: list[int] = []
@@ -84,7 +85,7 @@ class HostSampler:
                 "settle" if settle else "depth",
                 1,
                 depth,
-                lambda depth=depth, settle=settle: decode.depth_of(model, depth, settle_only=settle),  # type: ignore[misc]
+                lambda depth=depth, settle=settle: self._plans.depth_of(depth, settle_only=settle),  # type: ignore[misc]
             )
             if settle:
                 return

@@ -17,6 +17,11 @@ def round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def free_memory() -> int:
+    """Bytes of the current GPU that nobody has taken."""
+    return int(check(bindings().cuMemGetInfo())[0])
+
+
 class Arena:
     """Named pieces of one allocation, each 256-byte aligned. sizes: {name: bytes}.
 

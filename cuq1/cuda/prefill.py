@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.cuda.chunks import Chunks
-from cuq1.cuda.memory import Arena
+from cuq1.cuda.kernels.prefill import CHUNK
+from cuq1.cuda.memory import Arena, copy_in
 from cuq1.cuda.runtime import Runtime
-from cuq1.models import decode, q1
-from cuq1.models.prefill import CHUNK, SCORED, Chunk, chunk_steps, logits_step
+from cuq1.models.steps import Chunk
 
 
 class Prefill:
@@ -17,7 +17,7 @@ class Prefill:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._chunks = Chunks(chunk_steps(runtime.model), runtime.addresses, runtime.ranks)
+        self._chunks = Chunks(runtime.plans.chunk_steps(), runtime.addresses, runtime.ranks)
 
     def run(self, tokens: Sequence[int], start: int, end: int, *, settle_from: int) -> None:
         """Computes positions start .. end - 1 of `tokens`, and takes what the draft can know of them into its cache.
@@ -29,7 +29,7 @@ class Prefill:
         known = min(end, len(tokens) - 1)  # a draft row needs the token after it
         self._chunks.issue(self._chunk(tokens, start, end, settle_from, known), self._write(tokens, start, end))
         if end == len(tokens):
-            runtime.run("logits", 1, 0, lambda: decode.logits_of(runtime.model))
+            runtime.run("logits", 1, 0, runtime.plans.logits_of)
         else:
             runtime.wait()
 
@@ -47,31 +47,21 @@ class Prefill:
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 [len(tokens), vocab], from empty caches that this call allocates."""
         runtime = self._runtime
-        base = runtime.model
-        model = q1.resolve(
-            base.config,
-            None,
-            base.weights,
-            tp=base.tp,
-            rank=base.rank,
-            capacity=len(tokens),
-            sms=base.sms,
-            ranks=base.dims.ranks,
-            place=base.place,
-        )
-        scratch = [b for b in q1.working_buffers(model) if b.name in ("hidden", "hidden16")] + q1.cache_buffers(model)
+        model, plans, scratch = runtime.plans.scoring(len(tokens))
         out = np.empty((len(tokens), model.dims.vocab_total), np.float32)
         arena = Arena({buffer.name: buffer.bytes for buffer in scratch})
         try:
             arena.clear()
+            for name, values in model.empty.items():
+                copy_in(arena[name], values)
             addresses = runtime.addresses | arena.addresses
-            chunks = Chunks(chunk_steps(model), addresses, runtime.ranks)
-            head = Chunks([logits_step(model)], addresses)
+            chunks = Chunks(plans.chunk_steps(), addresses, runtime.ranks)
+            head = Chunks(plans.logits_steps(), addresses)
             for start in range(0, len(tokens), CHUNK):
                 end = min(start + CHUNK, len(tokens))
                 chunks.issue(Chunk(start, end - start), self._write(tokens, start, end))
-                for first in range(0, end - start, SCORED):
-                    rows = min(SCORED, end - start - first)
+                for first in range(0, end - start, plans.scored):
+                    rows = min(plans.scored, end - start - first)
                     head.issue(Chunk(first, rows), runtime.stream)
                     runtime.wait()
                     runtime.read_logits("prefill.logits", out[start + first : start + first + rows])

@@ -12,10 +12,11 @@ from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
 from cuq1.cuda.memory import Arena, Mapped, MappedFault, copy_in
 from cuq1.cuda.ranks import Ranks, missing_part
-from cuq1.cuda.weights import RankWeights
-from cuq1.cuda.weights_device import load_weights
+from cuq1.cuda.weights_device import Source, load_weights
 from cuq1.errors import Cuq1Error, DeviceError
-from cuq1.models import decode, loop, prefill_buffers, q1
+from cuq1.models import loop
+from cuq1.models.family import plans_of
+from cuq1.models.plans import DeviceModel
 from cuq1.plan.types import Defines, Plan
 from cuq1.sampling.depth import DepthRule
 from cuq1.sampling.params import DecodeParams
@@ -36,25 +37,22 @@ class Runtime:
 
     def __init__(
         self,
-        model: q1.Model,
-        weights: RankWeights,
+        model: DeviceModel,
+        weights: Source,
         rule: DepthRule,
         progress: Callable[[int, int], None] | None = None,
         defines: Mapping[str, Defines] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self.plans = plans_of(model)
         self.ranks = ranks
         self._defines = defines or {}
         self.stream = graph.stream()
         self._rule = rule
         self._graphs: dict[tuple[str, int, int], graph.Graph] = {}
         self._closed = False
-        buffers = [
-            *q1.working_buffers(model),
-            *prefill_buffers.working_buffers(model),
-            *loop.working_buffers(),
-        ]
+        buffers = [*self.plans.buffers(), *loop.working_buffers()]
         self.sizes = {"weights": weights.layout.nbytes, **{b.name: b.bytes for b in buffers if b.name != "fault"}}
         self._arena = Arena({name: size for name, size in self.sizes.items() if name != "inbox"})
         self._fault = MappedFault()
@@ -68,6 +66,7 @@ class Runtime:
             load_weights(weights, base, self.stream, progress)
             for name, table in model.inverse_frequencies.items():
                 self.write(name, table)
+            self.empty()
             if ranks is not None:
                 self._share(ranks)
         except BaseException:
@@ -207,6 +206,11 @@ class Runtime:
             self._fault.clear()
             self.ranks.reset()
 
+    def empty(self) -> None:
+        """What buffers have to hold where the sequence is empty."""
+        for name, values in self.model.empty.items():
+            self.write(name, values)
+
     def run(self, kind: str, rows: int, drafts: int, plan: Callable[[], Plan]) -> None:
         """Replays a plan's graph, captured at its first use, and reads the state back."""
         key = (kind, rows, drafts)
@@ -254,21 +258,21 @@ class Runtime:
     def first(self, params: DecodeParams, seed: int, done: int, limit: int) -> int:
         """Draws a request's first token from the logits' row 0, and drafts after it."""
         self.send(self.request(params, seed, done, limit))
-        self.run("first", 1, limit, lambda: decode.first_of(self.model, limit))
+        self.run("first", 1, limit, lambda: self.plans.first_of(limit))
         return int(self.state.log_tokens[0])
 
     def target(self, rows: int, done: int) -> None:
         """The target's forward pass of the state's rows, from position `done` on."""
         short = self.model.is_short(done)
         kind = "target, short" if short else "target"
-        self.run(kind, rows, 0, lambda: decode.target_of(self.model, rows, short=short))
+        self.run(kind, rows, 0, lambda: self.plans.target_of(rows, short=short))
 
     def round(self, limit: int) -> Round:
         """Verifies the pending token and its drafts, and drafts after what was committed."""
         rows = self.state.drafts + 1
         short = self.model.is_short(self.state.done)
         kind = "round, short" if short else "round"
-        self.run(kind, rows, limit, lambda: decode.round_of(self.model, rows, limit, short=short))
+        self.run(kind, rows, limit, lambda: self.plans.round_of(rows, limit, short=short))
         state = self.state
         return Round(tuple(state.log_tokens[: state.log_count]), state.log_drafted, state.log_accepted)
 

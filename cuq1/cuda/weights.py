@@ -169,7 +169,7 @@ def weights_plan(
     Raises ConfigError where the model does not divide into `tp` shares, or a share's sizes have no kernels.
     """
     share = RankShare(config, tp, rank)
-    planner = _Planner()
+    planner = Planner()
     by_config = Precision(config.fp8_block is not None, config.fp8_block is not None)
     planner.add("embed", (config.vocab_size, config.hidden_size), "uint16")
     layers = tuple(
@@ -203,7 +203,7 @@ def _precision(layer: LayerShare) -> Precision:
     )
 
 
-class _Planner:
+class Planner:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.position = 0

@@ -17,23 +17,30 @@ from cuq1.cuda.kernels import packing
 from cuq1.cuda.launch import launch
 from cuq1.cuda.memory import copy_in
 from cuq1.cuda.module import Function, build
+from cuq1.cuda.qwen2_load import load_qwen2
+from cuq1.cuda.qwen2_weights import Qwen2Layout, Qwen2Source
 from cuq1.cuda.weights import LayerLayout, Layout, RankWeights
 from cuq1.cuda.weights_load import NO_REPORT, PIECE_BYTES, Bytes, Fold, Piece, Progress, fold_of, load
-from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, Fill, fills
+from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, Fill, fills, qwen2_fills
 from cuq1.plan.kernel import Kernel
 
+Source = RankWeights | Qwen2Source
 
-def load_weights(weights: RankWeights, address: int, stream: int, progress: Progress | None = None) -> None:
+
+def load_weights(weights: Source, address: int, stream: int, progress: Progress | None = None) -> None:
     """Fill the arena at `address`, weights.layout.nbytes on the GPU, from a checkpoint; returns when all is there.
 
     stream: a CUstream. Raises CheckpointError, naming the tensor, for values that are not finite or do not fit, and
     DeviceError where there is no memory for staging.
     """
     with DeviceArena(address, stream) as arena:
-        load(weights, arena, progress)
+        if isinstance(weights, Qwen2Source):
+            load_qwen2(weights, arena, progress)
+        else:
+            load(weights, arena, progress)
 
 
-def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> None:
+def random_weights(layout: Layout | Qwen2Layout, address: int, stream: int, seed: int = 0) -> None:
     """Fill an arena with random finite weights of such sizes that every product's results are of order 1.
 
     The same seed gives the same bytes, and all ranks the same of what is not split. Norms are about 1, folded routing
@@ -41,6 +48,11 @@ def random_weights(layout: Layout, address: int, stream: int, seed: int = 0) -> 
     """
     with DeviceArena(address, stream) as arena:
         arena.clear(layout.nbytes)
+        if isinstance(layout, Qwen2Layout):
+            for number, fill in enumerate(qwen2_fills(layout)):
+                arena.fill(fill, fill.seed(seed, number, 0))
+            arena.report()
+            return
         for number, fill in enumerate(fills(layout)):
             arena.fill(fill, fill.seed(seed, number, layout.rank))
         for layer, plan in enumerate(layout.layers):

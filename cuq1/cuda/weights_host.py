@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuq1.checkpoint.linear import BLOCK
+from cuq1.cuda.qwen2_weights import Qwen2Layout
 from cuq1.cuda.repack import TILE, quantised, tiles, untile
 from cuq1.cuda.weights import Layout
 from cuq1.cuda.weights_load import BF16, E4M3, F32, NO_REPORT, NOT_FINITE, TOO_LARGE, Bytes, Fold, Piece
@@ -17,7 +18,7 @@ _DTYPES: dict[int, Any] = {E4M3: np.uint8, BF16: ml_dtypes.bfloat16, F32: np.flo
 class HostArena:
     """`data`: uint8 [layout.nbytes], `fill` where nothing was written."""
 
-    def __init__(self, layout: Layout, fill: int = 0) -> None:
+    def __init__(self, layout: Layout | Qwen2Layout, fill: int = 0) -> None:
         self.layout = layout
         self.data: Bytes = np.full(layout.nbytes, fill, np.uint8)
         self._staged: Bytes = np.empty(0, np.uint8)

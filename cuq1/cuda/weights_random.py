@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from cuq1.cuda.qwen2_weights import Qwen2Layout
 from cuq1.cuda.weights import LayerLayout, Layout, Tensor
 from cuq1.plan.dims import HEAD_DIM
+from cuq1.plan.qwen2_dims import TILE, UNIT_BYTES
 
 FILL_E4M3, FILL_BF16, FILL_F32, FILL_F16 = range(4)  # FillArgs.kind
 
@@ -46,6 +48,35 @@ def fills(layout: Layout) -> list[Fill]:
             *_layer_fills(layout, -1, layout.draft),
         ]
     return found
+
+
+def qwen2_fills(layout: Qwen2Layout) -> list[Fill]:
+    """What fills every tensor of a Qwen2 model.
+
+    Codes are random nibbles, of -8, which no packed model has, to 7. Columns and rows beyond a matrix's are random as
+    well, where the input has zeros, or nobody looks.
+    """
+    found = []
+    for name, tensor in layout.tensors.items():
+        if tensor.dtype == "uint8" and tensor.shape[-1] == UNIT_BYTES:
+            units, codes = tensor.nbytes // UNIT_BYTES, UNIT_BYTES - 2 * TILE
+            scale = (_NIBBLES * _fan_in(layout, name)) ** -0.5
+            found.append(Fill(tensor.offset, units, codes, UNIT_BYTES, FILL_E4M3))
+            found.append(Fill(tensor.offset + codes, units, TILE, UNIT_BYTES, FILL_F16, scale, scale / 8))
+        elif name.endswith("norm"):
+            found.append(_whole(tensor, FILL_F16, 1.0, 0.1))
+        else:
+            deviation = {"embed": 1.0, "lm_head": layout.dims.hidden**-0.5}.get(name, 0.3)
+            found.append(_whole(tensor, FILL_F16, 0.0, deviation))
+    return found
+
+
+_NIBBLES = 21.5  # the mean square of a random code
+
+
+def _fan_in(layout: Qwen2Layout, name: str) -> int:
+    part, dims = name.rpartition(".")[2], layout.dims
+    return {"o": dims.q_width, "down": dims.inner}.get(part, dims.hidden)
 
 
 def _layer_fills(layout: Layout, number: int, plan: LayerLayout) -> list[Fill]:

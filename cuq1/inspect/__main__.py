@@ -66,9 +66,17 @@ def _inspect(argv: Sequence[str] | None) -> int:
     )
     args = parser.parse_args(argv)
     qwen2 = is_qwen2(args.model)
-    if qwen2 and (args.plan or args.tp != 1):
-        raise ConfigError(f"{args.model} is a Qwen2 model, which has no GPU engine yet: leave out --plan and --tp")
-    if args.plan:
+    if qwen2 and (args.tp != 1 or any(value is not None for value in (args.rank, args.rows, args.distinct, args.link))):
+        raise ConfigError(
+            f"{args.model} is a Qwen2 model, which one rank computes, a row a round: leave out --tp, --rank, --rows, "
+            "--distinct and --link"
+        )
+    if args.plan and qwen2:
+        from cuq1.inspect.qwen2_plan import qwen2_plan_report, render_qwen2_plan  # noqa: PLC0415  (as below)
+
+        found = qwen2_plan_report(args.model, args.context, args.bandwidth)
+        text = render_qwen2_plan(found)
+    elif args.plan:
         from cuq1.inspect.plan import plan_report, render_plan  # noqa: PLC0415  (kernels' sizes, for this alone)
 
         rank, rows = args.rank or 0, 8 if args.rows is None else args.rows

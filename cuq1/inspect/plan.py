@@ -12,6 +12,7 @@ from cuq1.models.decode import round_plan
 from cuq1.models.inbox_use import uses_of
 from cuq1.plan.cost import FLOOR_DEPTHS
 from cuq1.plan.dims import ROWS
+from cuq1.plan.types import Launch
 
 CONTEXT = 1024
 DISTINCT = 37.7  # distinct experts a layer of the released model at six rows, where nothing else is asked for
@@ -54,22 +55,7 @@ def plan_report(
     uses = uses_of(plan, [rows] + [1] * (ROWS - 1))
     pushes = [(tp - 1) * sum(end - begin for begin, end in use.pushes) for use in uses]
     launches = [
-        {
-            "label": launch.label,
-            "variant": launch.variant,
-            "layer": launch.layer,
-            "source": launch.kernel.source,
-            "entry": launch.kernel.entry,
-            "grid": list(launch.kernel.grid),
-            "block": launch.kernel.block,
-            "cluster": launch.kernel.cluster,
-            "smem": launch.kernel.smem,
-            "read_bytes": launch.read_bytes,
-            "write_bytes": launch.write_bytes,
-            "floor_us": launch.read_bytes / bandwidth * 1e6,
-            "pushed_bytes": pushed,
-            "link_us": pushed / link * 1e6,
-        }
+        {**launch_report(launch, bandwidth), "pushed_bytes": pushed, "link_us": pushed / link * 1e6}
         for launch, pushed in zip(plan.launches, pushes, strict=True)
     ]
     return {
@@ -93,29 +79,41 @@ def plan_report(
     }
 
 
+def launch_report(launch: Launch, bandwidth: float) -> dict[str, Any]:
+    """A launch's geometry, its bytes, and their floor in microseconds at `bandwidth` bytes/s."""
+    return {
+        "label": launch.label,
+        "variant": launch.variant,
+        "layer": launch.layer,
+        "source": launch.kernel.source,
+        "entry": launch.kernel.entry,
+        "grid": list(launch.kernel.grid),
+        "block": launch.kernel.block,
+        "cluster": launch.kernel.cluster,
+        "smem": launch.kernel.smem,
+        "read_bytes": launch.read_bytes,
+        "write_bytes": launch.write_bytes,
+        "floor_us": launch.read_bytes / bandwidth * 1e6,
+    }
+
+
+HEAD: tuple[str, ...] = ("launch", "of", "times", "blocks x threads", "cluster", "smem", "reads", "us each", "us")
+
+
 def render_plan(found: dict[str, Any]) -> str:
     """A plan's report as text: launches that differ in nothing but their layer share a line."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for launch in found["launches"]:
-        part = "draft" if launch["layer"] < 0 else "target"
-        geometry = (*launch["grid"], launch["block"], launch["cluster"], launch["smem"])
-        key = (part, launch["label"], launch["variant"], geometry, launch["read_bytes"], launch["pushed_bytes"])
-        groups.setdefault(key, []).append(launch)
-    head: tuple[str, ...] = ("launch", "of", "times", "blocks x threads", "cluster", "smem", "reads", "us each", "us")
-    table = [_row(launches, found["layers"]) for launches in groups.values()]
+    groups = grouped(found["launches"])
+    head = HEAD
+    table = [table_row(launches, found["layers"]) for launches in groups]
     if found["tp"] > 1:
         head = (*head, "pushes", "us each", "us")
-        table = [(*row, *_pushed(launches)) for row, launches in zip(table, groups.values(), strict=True)]
+        table = [(*row, *_pushed(launches)) for row, launches in zip(table, groups, strict=True)]
     right = (2, *range(4, len(head)))
     title = (
         f"{found['path']}: a round of rank {found['rank']} of {found['tp']}, {found['rows']} rows verified, "
         f"{found['drafts']} drafts, context {found['context']}, {found['distinct_experts']:g} distinct experts a layer"
     )
-    totals = (
-        f"{len(found['launches'])} launches of {found['kernels']} kernels read {size_text(found['read_bytes'])}: "
-        f"{found['floor_us']:.1f} us at {found['bandwidth'] / 1e12:g} TB/s; "
-        f"buffers take {size_text(found['buffer_bytes'])}"
-    )
+    totals = totals_text(found)
     if found["tp"] > 1:
         peers = "a peer" if found["tp"] == 2 else f"{found['tp'] - 1} peers"
         totals += (
@@ -125,7 +123,27 @@ def render_plan(found: dict[str, Any]) -> str:
     return f"{title}\n\n{aligned([head, *table], right=right)}\n\n{totals}"
 
 
-def _row(launches: list[dict[str, Any]], layers: int) -> tuple[str, ...]:
+def grouped(launches: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Launches that differ in nothing but their layer, together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for launch in launches:
+        part = "draft" if launch["layer"] < 0 else "target"
+        geometry = (*launch["grid"], launch["block"], launch["cluster"], launch["smem"])
+        pushed = launch.get("pushed_bytes", 0)
+        key = (part, launch["label"], launch["variant"], geometry, launch["read_bytes"], pushed)
+        groups.setdefault(key, []).append(launch)
+    return list(groups.values())
+
+
+def totals_text(found: dict[str, Any]) -> str:
+    return (
+        f"{len(found['launches'])} launches of {found['kernels']} kernels read {size_text(found['read_bytes'])}: "
+        f"{found['floor_us']:.1f} us at {found['bandwidth'] / 1e12:g} TB/s; "
+        f"buffers take {size_text(found['buffer_bytes'])}"
+    )
+
+
+def table_row(launches: list[dict[str, Any]], layers: int) -> tuple[str, ...]:
     first = launches[0]
     grid = first["grid"][: max((axis + 1 for axis in range(3) if first["grid"][axis] > 1), default=1)]
     return (

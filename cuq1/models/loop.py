@@ -18,7 +18,10 @@ from dataclasses import replace
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import control
 from cuq1.models import decode
-from cuq1.models.q1 import Model, buffer_of
+from cuq1.models.collect import buffer_of
+from cuq1.models.family import plans_of
+from cuq1.models.plans import DeviceModel
+from cuq1.models.q1 import Model
 from cuq1.plan.dims import DRAFT, ROWS
 from cuq1.plan.types import Buffer, Launch, Plan, Ref
 from cuq1.sampling.params import MIN_AUTO_DRAFTS
@@ -70,21 +73,19 @@ def draft_threshold(model: Model, worth: float) -> float:
     return min(1.0, draft / (worth * once))
 
 
-def first_of(model: Model, made: int) -> Plan:
+def first_of(model: DeviceModel, made: int) -> Plan:
     """A request's first token from the logits' row 0, and `made` draft depths."""
-    return _controlled(model, decode.first_of(model, made), made, first=True)
+    return _controlled(model, plans_of(model).first_of(made), made, first=True)
 
 
-def round_of(model: Model, rows: int, made: int, *, short: bool) -> Plan:
-    """A round up to draft depth `made`. short: as in decode.round_of."""
-    plan = decode.round_of(model, rows, made, short=short)
-    return _controlled(model, plan, made, first=True)
+def round_of(model: DeviceModel, rows: int, made: int, *, short: bool) -> Plan:
+    """A round up to draft depth `made`. short: no row's position reaches `model.short_context`."""
+    return _controlled(model, plans_of(model).round_of(rows, made, short=short), made, first=True)
 
 
-def depth_of(model: Model, depth: int) -> Plan:
+def depth_of(model: DeviceModel, depth: int) -> Plan:
     """Draft depth `depth`, from 0, after the round's own."""
-    plan = decode.depth_of(model, depth, sample=True)
-    return _controlled(model, plan, depth + 1, first=False)
+    return _controlled(model, plans_of(model).depth_of(depth, sample=True), depth + 1, first=False)
 
 
 def _agreeing(launch: Launch) -> Launch:
@@ -97,7 +98,7 @@ def _agreeing(launch: Launch) -> Launch:
     return replace(launch, args={**launch.args, **given}) if given and told else launch
 
 
-def _controlled(model: Model, plan: Plan, made: int, *, first: bool) -> Plan:
+def _controlled(model: DeviceModel, plan: Plan, made: int, *, first: bool) -> Plan:
     """The plan with a control kernel behind it."""
     args: dict[str, int | float | Ref] = {
         "fault": Ref("fault"),

@@ -29,8 +29,9 @@ from cuq1.cuda.kernels import prefill, rows
 from cuq1.cuda.kernels.prefill import CHUNK
 from cuq1.models.prefill_buffers import SCORED, staged_slots, thetas, working_buffers
 from cuq1.models.prefill_draft import settle
-from cuq1.models.prefill_steps import Chunk, Fields, Step, Steps, Sum, maker, plain, plan_of
+from cuq1.models.prefill_steps import Steps, plain, plan_of
 from cuq1.models.q1 import Layer, Model
+from cuq1.models.steps import Chunk, Fields, Step, Sum, maker
 from cuq1.plan.dims import KV_TILE
 from cuq1.plan.types import Plan, Ref, Value
 

@@ -2,7 +2,8 @@
 
 from cuq1.cuda.kernels import prefill
 from cuq1.cuda.kernels.prefill import CHUNK
-from cuq1.models.q1 import Layer, Model, buffer_of
+from cuq1.models.collect import buffer_of
+from cuq1.models.q1 import Layer, Model
 from cuq1.plan.dims import HEAD_DIM, KV_TILE
 from cuq1.plan.types import Buffer
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from cuq1.cuda.kernels import prefill
-from cuq1.models.prefill_steps import Chunk, Fields, Steps, maker, plain
+from cuq1.models.prefill_steps import Steps, plain
 from cuq1.models.q1 import Layer
+from cuq1.models.steps import Chunk, Fields, maker
 from cuq1.plan.dims import DRAFT
 from cuq1.plan.types import Ref
 

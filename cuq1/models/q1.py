@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -14,22 +13,12 @@ from cuq1.config import SLIDING, DraftConfig, Q1Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import attention, draft, head, prefill
 from cuq1.errors import ConfigError
+from cuq1.models.collect import Tensor, buffer_of
 from cuq1.models.inbox import Inbox
 from cuq1.plan.dims import DRAFT, HEAD_DIM, KV_TILE, MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims, dims_of
 from cuq1.plan.types import Buffer, Ref
 
 SLACK = ROWS  # positions beyond the context that the last rounds' drafts may write
-ITEM = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4, "float64": 8, "uint16": 2, "int64": 8}
-
-
-class Tensor(Protocol):
-    """A tensor of the rank's weights."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
 
 
 class LayerWeights(Protocol):
@@ -130,6 +119,11 @@ class Model:
         return {f"rope.{layer.theta:g}": layer.theta**exponents for layer in self.all_layers}
 
     @property
+    def empty(self) -> dict[str, NDArray[np.int32]]:
+        """What buffers hold where the sequence is empty: nothing is asked, as no kernel looks beyond what counts."""
+        return {}
+
+    @property
     def short_context(self) -> int:
         """Positions up to which a pass may use the plans for short contexts."""
         return attention.SHORT_CONTEXT
@@ -213,10 +207,6 @@ def resolve(
     return Model(
         config, draft_config, tp, rank, slots, sms, dims, layers, drafter, weights, fp8_activations, place, folded
     )
-
-
-def buffer_of(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
-    return Buffer(name, shape, dtype, prod(shape) * ITEM[dtype])
 
 
 def cache_buffers(model: Model) -> list[Buffer]:

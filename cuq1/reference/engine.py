@@ -39,10 +39,12 @@ class ReferenceEngine(CpuEngine):
         *,
         progress: Callable[[int, int], None] | None = None,
         depth_rule: DepthRule | None = None,
+        context: int | None = None,
     ) -> None:
         super().__init__()
         checkpoint = Checkpoint.open(model_dir)
         self.config: Q1Config = checkpoint.config
+        self._take_context(context)
         self.default_params = DecodeParams(**vars(load_sampling_defaults(model_dir, checkpoint.config)))
         self._target_weights = load_target(checkpoint, tp, progress)
         self._draft_weights = load_draft(checkpoint, tp)

@@ -24,9 +24,16 @@ class Qwen2Engine(CpuEngine):
     Every position is kept, so that the sequence can be rewound to any length.
     """
 
-    def __init__(self, model: Qwen2Model, *, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: Qwen2Model,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        context: int | None = None,
+    ) -> None:
         super().__init__()
         self.config: Qwen2Config = model.config
+        self._take_context(context)
         self.default_params = DecodeParams(**vars(model.config.sampling))
         self._weights = load_qwen2(model, progress)
         self._reset()

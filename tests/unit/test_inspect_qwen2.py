@@ -76,11 +76,40 @@ def test_folder_and_packed_file_agree(shown, tmp_path, name, head):
     assert "INT4 codes" in shown(file)
 
 
+def test_the_launches_of_a_token(shown, tmp_path):
+    """Printed from a config alone, and they read what the packed model's report says, and the cache."""
+    folder = only_config(tmp_path / "hf", "qwen2.5-coder-7b")
+    packed = json.loads(shown(folder, "--json"))["packed"][0]
+    for context, labels in ((512, 5), (16384, 6)):
+        found = json.loads(shown(folder, "--plan", "--json", "--context", context, "--bandwidth", "4e12"))
+        assert len(found["launches"]) == 28 * labels + 5
+        assert found["read_bytes"] == pytest.approx(packed["read_bytes"] + context * 57_344, rel=2e-3)
+        assert found["floor_us"] == pytest.approx(found["read_bytes"] / 4e6)
+        text = shown(folder, "--plan", "--context", context)
+        assert ("combine" in text) == (labels == 6)
+        assert "a token in INT4, lm_head fp16" in text
+        assert text.count("\n") == 2 + 1 + labels + 5 + 2
+
+
+def test_the_launches_of_a_packed_file(shown, tmp_path):
+    hf = write_qwen2_checkpoint(tmp_path / "hf", qwen2_config(NAMES[-1]), shards=1)
+    sizes = []
+    for head in ("fp16", "int4"):
+        file = tmp_path / f"{head}.nanoqwen"
+        pack(hf, file, int4_head=head == "int4")
+        found = json.loads(shown(file, "--plan", "--json"))
+        assert found["lm_head"] == head
+        (last,) = (launch for launch in found["launches"] if launch["label"] == "lm_head")
+        sizes.append(last["read_bytes"])
+    assert sizes[0] > 3 * sizes[1]
+
+
 def test_what_cannot_be_shown_is_one_sentence(shown, tmp_path):
     folder = only_config(tmp_path / "hf", NAMES[-1])
     for arguments, says in (
-        ((folder, "--plan"), "no GPU engine yet"),
-        ((folder, "--tp", 2), "no GPU engine yet"),
+        ((folder, "--tp", 2), "which one rank computes"),
+        ((folder, "--plan", "--rows", 2), "which one rank computes"),
+        ((folder, "--plan", "--context", 8193), "context 8193 is outside the model's: choose one from 1 to 8192"),
         ((folder, "--context", 8193), "context 8193 is outside this model's: choose one from 1 to 8192"),
         ((tmp_path / "a.nanoqwen",), "a.nanoqwen does not exist"),
     ):

@@ -217,10 +217,21 @@ def test_a_closed_engine_says_so(small):
             call()
 
 
-def test_what_only_a_gpu_engine_would_compute(small):
-    for options in ({"device": "cuda"}, {"tp": 2}, {"activations": "fp8"}):
-        with pytest.raises(DeviceError, match="no GPU engine for Qwen2 models yet"):
+def test_what_is_not_computed_of_these_models(small):
+    for options in ({"tp": 2}, {"activations": "fp8"}):
+        with pytest.raises(RequestError, match="Qwen2 models are computed by one rank, with activations f16"):
             open_engine(small, **options)
+
+
+def test_a_context_of_ones_own(small):
+    with open_engine(small, "cpu", context=12) as engine:
+        assert engine.context == 12
+        assert len(generate(engine, [1, 2, 3], temperature=0, max_tokens=40)) == 9
+        with pytest.raises(RequestError, match="context of 12"):
+            engine.prefill(list(range(12)))
+    for context in (0, 10**6):
+        with pytest.raises(RequestError, match=f"a context of {context} is outside the model's"):
+            open_engine(small, "cpu", context=context)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(small, monkeypatch):

@@ -7,7 +7,9 @@ import struct
 import numpy as np
 import pytest
 
-from cuq1.cuda import driver
+from cuq1 import engine
+from cuq1.cuda import driver, qwen2_engine
+from cuq1.errors import DeviceError
 from cuq1.pack import pack
 from tests.checkpoint_files import edit
 from tests.unit.test_generate_refused import refused
@@ -78,16 +80,33 @@ def test_a_stop_token_ends_the_text(as_json, models):
     assert ends == {504, 506}
 
 
-def test_auto_takes_the_cpu_where_there_is_a_gpu(as_json, models, monkeypatch):
-    monkeypatch.setattr(driver, "open_device", lambda: None)
-    monkeypatch.setattr(driver, "require_devices", lambda count: None)
-    assert as_json("--model", models[1], "--prompt", "a", "--max-tokens", 1)["token_ids"]
-
-
-@pytest.mark.parametrize("options", [("--device", "cuda"), ("--tp", 2), ("--tp", 2, "--device", "cuda")])
 @pytest.mark.parametrize("kind", [0, 1], ids=["folder", "packed"])
-def test_a_gpu_is_refused(generate, models, options, kind):
-    refused(generate("--model", models[kind], "--prompt", "a", *options), "no GPU engine for Qwen2 models yet")
+def test_auto_takes_a_gpu_and_cuda_wants_one(as_json, generate, models, monkeypatch, kind):
+    def none():
+        raise DeviceError("no GPU here: use --device cpu")
+
+    for module in (driver, qwen2_engine):
+        monkeypatch.setattr(module, "open_device", none)
+    assert as_json("--model", models[kind], "--prompt", "a", "--max-tokens", 1)["token_ids"]
+    refused(generate("--model", models[kind], "--prompt", "a", "--device", "cuda"), "no GPU here")
+    monkeypatch.setattr(engine, "usable_gpu", lambda: True)
+    refused(generate("--model", models[kind], "--prompt", "a"), "no GPU here")
+
+
+@pytest.mark.parametrize("options", [("--tp", 2), ("--tp", 2, "--device", "cuda"), ("--activations", "fp8")])
+@pytest.mark.parametrize("kind", [0, 1], ids=["folder", "packed"])
+def test_what_is_iquests_alone_is_refused(generate, models, options, kind):
+    refused(generate("--model", models[kind], "--prompt", "a", *options), "Qwen2 models are computed by one rank")
+
+
+def test_a_shorter_context(as_json, generate, models):
+    model = ("--model", models[1])
+    result = as_json(*model, "--prompt", "a", "--context", 9, "--temperature", 0)
+    assert result["prompt_tokens"] + len(result["token_ids"]) == 9
+    assert len(as_json(*model, "--prompt", "a", "--context", 20, "--temperature", 0)["token_ids"]) > 9
+    refused(generate(*model, "--prompt", "a b c d e f g h i j k", "--context", 9), "context of 9")
+    for context in (0, 401):
+        refused(generate(*model, "--prompt", "a", "--context", context), "--context must be from 1 to the model's 400")
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["folder", "packed"])

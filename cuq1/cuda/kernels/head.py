@@ -11,6 +11,7 @@ PIECES = 1  # candidate lists that `top_k` writes for a row
 _RING = 192 << 10  # bytes of weights in flight in a block, at most
 _CONSUMERS = 8  # warps
 _CLUSTER = 8
+_PIECE = 32 << 10  # logits that a cluster takes, at most
 
 
 def lm_head(dims: Dims, kept: int = 0, *, fp8: bool = False) -> Kernel:
@@ -31,14 +32,21 @@ def lm_head(dims: Dims, kept: int = 0, *, fp8: bool = False) -> Kernel:
     return Kernel("lm_head.cu", "lm_head", LmHeadArgs, defines, grid, block, smem=smem, max_registers=168)
 
 
-def top_k(dims: Dims) -> Kernel:
-    """values float32, ids int32 [ROWS, PIECES, MAX_TOP_K] of each row's largest logits; twin: numpy.argsort.
+def pieces_of(vocab: int) -> int:
+    """Parts in which `top_k` looks at one row's logits, so that registers hold them."""
+    return 8 if vocab > _PIECE else 1
+
+
+def top_k(dims: Dims, rows: int = ROWS, pieces: int = PIECES) -> Kernel:
+    """values float32, ids int32 [ROWS, pieces, MAX_TOP_K] of each row's largest logits; twin: numpy.argsort.
 
     Largest first, ties by lower id; ids count from first_id. Of several ranks, [ROWS, ranks, MAX_TOP_K] in the inbox of
-    each, and one cluster more, which tells them all what this rank's host wants.
+    each, and one cluster more, which tells them all what this rank's host wants. pieces: of the vocabulary, a list for
+    each; one for several ranks.
     """
-    grid = (_CLUSTER, ROWS + (dims.ranks > 1), 1)
-    return Kernel("top_k.cu", "top_k", TopKArgs, common(dims), grid, 256, cluster=_CLUSTER, max_registers=96)
+    grid = (_CLUSTER * pieces, rows + (dims.ranks > 1), 1)
+    defines = (*common(dims), *((("PIECES", pieces),) if pieces > 1 else ()))
+    return Kernel("top_k.cu", "top_k", TopKArgs, defines, grid, 256, cluster=_CLUSTER, max_registers=96)
 
 
 def kernels(dims: Dims) -> list[Kernel]:

@@ -1,0 +1,162 @@
+"""A Qwen2 model, resolved for one GPU: its sizes, its paged KV cache, and the buffers that all of its plans share.
+
+A page holds PAGE positions of all KV heads of a layer; a page's number is the same in every layer. The sequence's pages
+stand in the page table, by position / PAGE, and kernels take them from a list of free ones as positions need them. All
+that the caches hold stays when the sequence is shortened, and so does the table: what is computed again writes over it.
+"""
+
+from collections.abc import Mapping
+from ctypes import sizeof
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuq1.config_qwen2 import Qwen2Config
+from cuq1.cuda import abi
+from cuq1.cuda.kernels import head, qwen2_attention, qwen2_head
+from cuq1.models.collect import Tensor, buffer_of
+from cuq1.plan.dims import MAX_TOP_K, ROWS, Dims
+from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, padded, pieces
+from cuq1.plan.types import Buffer
+
+HALF = 2  # bytes
+
+
+class Weights(Protocol):
+    """A model's weights as they lie in memory."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def dims(self) -> Qwen2Dims: ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer holds every position, so that nothing stands in the way of rewinding."""
+
+    number: int
+    sliding: bool = False
+    window: int = 0
+    slots: int = 0
+
+    @property
+    def prefix(self) -> str:
+        return f"layers.{self.number}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """capacity: positions that the caches hold, whole pages of them."""
+
+    config: Qwen2Config
+    weights: Weights
+    capacity: int
+
+    draft = None
+
+    @property
+    def sizes(self) -> Qwen2Dims:
+        """What this model's own kernels are compiled for."""
+        return self.weights.dims
+
+    @property
+    def dims(self) -> Dims:
+        """What lm_head, sampling and the loop are compiled for."""
+        return qwen2_head.shared(self.sizes)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        return tuple(map(Layer, range(self.config.num_hidden_layers)))
+
+    @property
+    def pages(self) -> int:
+        return self.capacity // PAGE
+
+    @property
+    def splits(self) -> int:
+        """Blocks among which a KV head's positions are divided in a long context."""
+        return qwen2_attention.splits_for(self.sizes)
+
+    @property
+    def short_context(self) -> int:
+        """Positions up to which a pass may use the plans for short contexts."""
+        return qwen2_attention.short_positions(self.sizes)
+
+    def is_short(self, done: int) -> bool:
+        """Whether a pass at position `done` may use the plans for short contexts: as control.cu decides it."""
+        return done + ROWS <= self.short_context
+
+    @property
+    def rope(self) -> str:
+        """The buffer of RoPE's frequencies."""
+        return f"rope.{self.config.rope_theta:g}"
+
+    @property
+    def inverse_frequencies(self) -> dict[str, NDArray[np.float64]]:
+        """RoPE's theta ** (-2i / head_size) [head_size / 2], by the name of its buffer."""
+        pairs = self.sizes.head_size // 2
+        return {self.rope: self.config.rope_theta ** (-np.arange(pairs, dtype=np.float64) / pairs)}
+
+    @property
+    def empty(self) -> dict[str, NDArray[np.int32]]:
+        """The page table and the free pages of an empty sequence, which takes the first page first."""
+        return {
+            "page_table": np.full(self.pages, -1, np.int32),
+            "free_pages": np.arange(self.pages, dtype=np.int32)[::-1].copy(),
+            "pages": np.array([self.pages, 0, 0, 0], np.int32),
+        }
+
+
+def resolve(config: Qwen2Config, weights: Weights, *, capacity: int | None = None) -> Model:
+    """capacity: positions, the whole context where it is None; caches are of whole pages."""
+    positions = config.max_position_embeddings if capacity is None else capacity
+    return Model(config, weights, -(-positions // PAGE) * PAGE)
+
+
+def position_bytes(config: Qwen2Config) -> int:
+    """What the caches of all layers take for a position."""
+    return config.num_hidden_layers * 2 * config.kv_size * HALF
+
+
+def cache_buffers(model: Model) -> list[Buffer]:
+    """Keys and values of every layer, and which pages are whose; zeroed before first use, as masked values must be
+    finite."""
+    d = model.sizes
+    shape = (model.pages, d.kv_heads, PAGE, d.head_size)
+    return [
+        *(buffer_of(f"{layer.prefix}.{kind}_pages", shape, "float16") for layer in model.layers for kind in "kv"),
+        buffer_of("page_table", (model.pages,), "int32"),
+        buffer_of("free_pages", (model.pages,), "int32"),
+        buffer_of("pages", (sizeof(abi.Pages) // 4,), "int32"),
+    ]
+
+
+def working_buffers(model: Model) -> list[Buffer]:
+    """Everything that decoding reads or writes besides weights: caches, activations, the request's state."""
+    d, splits = model.sizes, model.splits
+    lists = (ROWS, head.pieces_of(d.vocab), MAX_TOP_K)
+    f32, f16 = "float32", "float16"
+    return [
+        *cache_buffers(model),
+        buffer_of("fault", (sizeof(abi.Fault),), "uint8"),
+        buffer_of("state", (sizeof(abi.State),), "uint8"),
+        buffer_of(model.rope, (d.head_size // 2,), "float64"),
+        buffer_of("residual", (2, d.hidden), f32),  # before attention, and before the MLP
+        buffer_of("qkv_pieces", (pieces(d.qkv_rows, d.hidden), d.qkv_rows), f32),
+        buffer_of("attended", (padded(d.q_width),), f16),
+        buffer_of("partial_out", (d.kv_heads, splits, d.group, d.head_size), f32),
+        buffer_of("partial_max", (d.kv_heads, d.group, splits), f32),
+        buffer_of("partial_sum", (d.kv_heads, d.group, splits), f32),
+        buffer_of("o_pieces", (pieces(d.hidden, d.q_width), d.hidden), f32),
+        buffer_of("inner", (padded(d.inner),), f16),
+        buffer_of("down_pieces", (pieces(d.hidden, d.inner), d.hidden), f32),
+        buffer_of("hidden16", (ROWS, padded(d.hidden)), f16),
+        buffer_of("logits", (1, d.vocab), f32),
+        buffer_of("top_values", lists, f32),
+        buffer_of("top_ids", lists, "int32"),
+    ]

@@ -1,0 +1,175 @@
+"""A Qwen2 model's decode plans: the launches of one token.
+
+    embed, then for each layer  qkv > attention (> combine) > o_proj > gate_up > down,
+    norm > lm_head > top_k > accept.
+
+The norms between down and the next qkv, and between o_proj and gate_up, are those kernels' own part, and so are the
+sums: a projection leaves pieces, which whoever reads adds to the residual. The residual's two rows take turns, as a
+block may still read the one while another writes the other. Only a long context has a combine after attention.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuq1.cuda import abi
+from cuq1.cuda.kernels import head, qwen2_attention, qwen2_gemv, qwen2_head, qwen2_rows
+from cuq1.models.collect import Collector
+from cuq1.models.qwen2 import HALF, Layer, Model, working_buffers
+from cuq1.plan.types import Plan, Ref
+
+
+class Builder(Collector):
+    """A plan in the making. context: positions cached, of which the bytes are counted; short: see `token_of`."""
+
+    def __init__(self, model: Model, context: int = 0, *, short: bool = False) -> None:
+        super().__init__(model.weights.tensors, working_buffers(model))
+        self.model, self.context, self.short = model, context, short
+        self.base: Mapping[str, Any] = {"rows": 1}
+
+    def put(self, kernel: Any, label: str, layer: int, args: Mapping[str, Any], read: float, write: float) -> None:
+        self.add(kernel, label, layer, {**self.base, **args}, read, write)
+
+
+def _state(name: str, index: int = 0) -> Ref:
+    """A field of the request's state; index counts 4-byte elements."""
+    return Ref("state", getattr(abi.State, name).offset + 4 * index)
+
+
+def _residuals(b: Builder) -> tuple[Ref, Ref]:
+    """The residual before attention, and before the MLP."""
+    return Ref("residual"), Ref("residual", 4 * b.model.sizes.hidden)
+
+
+def _embed(b: Builder) -> None:
+    d = b.model.sizes
+    args = {
+        "tokens": _state("tokens"),
+        "positions": _state("positions"),
+        "table": b.weight("embed"),
+        "residual": _residuals(b)[0],
+        "pages": Ref("pages"),
+        "page_table": Ref("page_table"),
+        "free_pages": Ref("free_pages"),
+        "max_pages": b.model.pages,
+    }
+    b.put(qwen2_rows.embed(d), "embed", 0, args, d.hidden * HALF, d.hidden * 4)
+
+
+def _attention(b: Builder, layer: Layer) -> None:
+    d, p, number = b.model.sizes, layer.prefix, layer.number
+    before, after = _residuals(b)
+    weights = b.weight(f"{p}.qkv")
+    qkv = {
+        "residual": before,
+        "pieces": Ref("down_pieces") if number > 0 else 0,
+        "norm": b.weight(f"{p}.input_norm"),
+        "weights": weights,
+        "residual_out": after,
+        "out": Ref("qkv_pieces"),
+    }
+    b.put(qwen2_gemv.qkv(d), "qkv", number, qkv, b.size(weights), d.qkv_rows * 4)
+    partial = {name: Ref(name) for name in ("partial_out", "partial_max", "partial_sum")}
+    splits = b.model.splits
+    attention = {
+        "pieces": Ref("qkv_pieces"),
+        "bias": b.weight(f"{p}.qkv_bias"),
+        "positions": _state("positions"),
+        "inverse_frequencies": Ref(b.model.rope),
+        "page_table": Ref("page_table"),
+        "k_pages": Ref(f"{p}.k_pages"),
+        "v_pages": Ref(f"{p}.v_pages"),
+        "attended": Ref("attended"),
+        **partial,
+        "splits": splits,
+    }
+    row = 2 * d.kv_heads * d.head_size * HALF
+    kernel = qwen2_attention.attention_short(d) if b.short else qwen2_attention.attention(d, splits)
+    b.put(kernel, "attention", number, attention, b.context * row, row)
+    if not b.short:
+        combine = {**partial, "attended": Ref("attended"), "splits": splits}
+        b.put(qwen2_attention.combine(d), "combine", number, combine, 0, d.q_width * HALF)
+    o = b.weight(f"{p}.o")
+    args = {"in": Ref("attended"), "weights": o, "out": Ref("o_pieces"), "scale": 1.0}
+    b.put(qwen2_gemv.o_proj(d), "o_proj", number, args, b.size(o), d.hidden * 4)
+
+
+def _mlp(b: Builder, layer: Layer) -> None:
+    d, p, number = b.model.sizes, layer.prefix, layer.number
+    before, after = _residuals(b)
+    weights = b.weight(f"{p}.gate_up")
+    gate_up = {
+        "residual": after,
+        "pieces": Ref("o_pieces"),
+        "norm": b.weight(f"{p}.post_norm"),
+        "weights": weights,
+        "residual_out": before,
+        "inner": Ref("inner"),
+    }
+    b.put(qwen2_gemv.gate_up(d), "gate_up", number, gate_up, b.size(weights), d.inner * HALF)
+    down = b.weight(f"{p}.down")
+    args = {"in": Ref("inner"), "weights": down, "out": Ref("down_pieces"), "scale": 1 / qwen2_gemv.INNER_SCALE}
+    b.put(qwen2_gemv.down(d), "down", number, args, b.size(down), d.hidden * 4)
+
+
+def _logits(b: Builder) -> None:
+    d, last = b.model.sizes, len(b.model.layers)
+    weights = b.weight("lm_head")
+    args = {"normed": Ref("hidden16"), "weights": weights, "logits": Ref("logits"), "scale": 1.0, "scales": 0}
+    kernel = qwen2_gemv.lm_head(d) if d.int4_head else qwen2_head.lm_head(d)
+    b.put(kernel, "lm_head", last, args, b.size(weights), d.vocab * 4)
+
+
+def _token(b: Builder) -> None:
+    """The forward pass of the state's token: logits."""
+    d = b.model.sizes
+    _embed(b)
+    for layer in b.model.layers:
+        _attention(b, layer)
+        _mlp(b, layer)
+    norm = {
+        "residual": _residuals(b)[0],
+        "pieces": Ref("down_pieces"),
+        "norm": b.weight("norm"),
+        "normed": Ref("hidden16"),
+    }
+    b.put(qwen2_rows.norm(d), "norm", len(b.model.layers), norm, 0, d.hidden * HALF)
+    _logits(b)
+
+
+def _sample(b: Builder, *, first: bool) -> None:
+    d, last = b.model.sizes, len(b.model.layers)
+    lists = {"values": Ref("top_values"), "ids": Ref("top_ids")}
+    top = {"logits": Ref("logits"), **lists, "first_id": 0, "peers": 0, "mirror": 0, "status": 0}
+    b.put(qwen2_head.top_k(d), "top_k", last, top, d.vocab * 4, 0)
+    args = {"state": Ref("state"), **lists, "pieces": head.pieces_of(d.vocab), "first": int(first)}
+    b.put(qwen2_head.accept(d), "accept", last, {**args, "statuses": 0, "loop": 0}, 0, 0)
+
+
+def round_of(model: Model, *, context: int = 1024, short: bool = False) -> Plan:
+    """A token: its forward pass, and the draw of the next one. context counts the bytes only; short: its position does
+    not reach `model.short_context`."""
+    b = Builder(model, context, short=short)
+    _token(b)
+    _sample(b, first=False)
+    return b.plan()
+
+
+def first_of(model: Model) -> Plan:
+    """A request's first token from the logits' row 0."""
+    b = Builder(model)
+    _sample(b, first=True)
+    return b.plan()
+
+
+def target_of(model: Model, *, short: bool = False) -> Plan:
+    """A token's forward pass alone, for sampling on the host. short: as in `round_of`."""
+    b = Builder(model, short=short)
+    _token(b)
+    return b.plan()
+
+
+def logits_of(model: Model) -> Plan:
+    """Logits' row 0 from row 0 of the hidden states, after a prompt."""
+    b = Builder(model)
+    _logits(b)
+    return b.plan()
