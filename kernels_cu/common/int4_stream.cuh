@@ -141,14 +141,14 @@ struct Stream {
     }
 };
 
-// The token's halves [padded(K)] into shared memory, a part from each warp; `arrived` completes with WARPS arrivals.
-template <int K>
-__device__ __forceinline__ void fetch_token(uint8_t* token, const f16* from, uint64_t* arrived) {
+// The token [padded(K)] into shared memory, a part from each warp; `arrived` completes with WARPS arrivals.
+template <int K, typename Token = Halves>
+__device__ __forceinline__ void fetch_token(uint8_t* token, const void* from, uint64_t* arrived) {
     if (threadIdx.x % WARP != 0) return;
     const Run part = part_of(Run{0, padded(K) / GROUP_SIZE}, threadIdx.x / WARP, WARPS);
-    const int bytes = part.units * GROUP_SIZE * 2;
+    const int first = part.first * Token::GROUP_BYTES, bytes = part.units * Token::GROUP_BYTES;
     barrier_expect(arrived, bytes);
-    if (bytes > 0) bulk_load(token + part.first * GROUP_SIZE * 2, from + part.first * GROUP_SIZE, bytes, arrived);
+    if (bytes > 0) bulk_load(token + first, static_cast<const uint8_t*>(from) + first, bytes, arrived);
 }
 
 // Of a matrix [R][K], split as Pieces has it: every block a run of units, as long as any other's.

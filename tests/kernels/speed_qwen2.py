@@ -28,14 +28,26 @@ PAUSE = 4500  # clock cycles, about 2.5 us
 BYTES = 1 << 30  # of weights in a chain: many times what L2 holds
 
 
-def stand_in(where):
-    """A launch that waits for its predecessor, takes a while and moves nothing, compiled from a folder of its own."""
+def compile_beside(where, name):
+    """Lets kernels be compiled from `where`, a folder with the product's sources and one of the tests'."""
     for path in (ROOT / "kernels_cu").iterdir():
         (Path(where) / path.name).symlink_to(path)
-    (Path(where) / "qwen2_stand_in.cu").symlink_to(Path(__file__).parent / "qwen2_stand_in.cu")
+    (Path(where) / name).symlink_to(Path(__file__).parent / name)
     folder = jit.folder
     jit.folder = lambda name: Path(where) if name == "kernels_cu" else folder(name)
+
+
+def stand_in():
+    """A launch that waits for its predecessor, takes a while and moves nothing."""
     return Kernel("qwen2_stand_in.cu", "qwen2_stand_in", BandwidthArgs, (), (132, 1, 1), 128, smem=48 << 10)
+
+
+def random_units(gpu, size, k):
+    """Random codes in `size` bytes, and scales that keep products of order 1."""
+    words = gpu.cupy.random.randint(-(2**31), 2**31 - 1, (size // UNIT_BYTES, UNIT_BYTES // 4), dtype=np.int32)
+    units = words.view(np.uint8)
+    units[:, 1024:] = gpu.array(np.full(16, 0.2 * k**-0.5, np.float16).view(np.uint8))
+    return units
 
 
 def kernels_of(dims, rings=None):
@@ -64,13 +76,13 @@ class Layers:
         k = {"down": dims.inner, "o_proj": dims.q_width}
         self.weights = [
             {
-                name: self._units(size, k.get(name, dims.hidden))
+                name: random_units(gpu, size, k.get(name, dims.hidden))
                 for name, size in self.sizes.items()
                 if name != "lm_head"
             }
             for _ in range(self.count)
         ]
-        self.head = [self._units(self.sizes["lm_head"], dims.hidden) for _ in range(2)]
+        self.head = [random_units(gpu, self.sizes["lm_head"], dims.hidden) for _ in range(2)]
         rng = np.random.default_rng(1)
         self.norm = gpu.array(rng.uniform(0.5, 1.5, dims.hidden).astype(np.float16))
         self.residual = [gpu.array(rng.standard_normal(dims.hidden, np.float32)) for _ in range(2)]
@@ -83,14 +95,6 @@ class Layers:
         }
         self.attended = gpu.array(rng.standard_normal(padded(dims.q_width)).astype(np.float16))
         self.out = gpu.cupy.zeros(4096, np.uint32)
-
-    def _units(self, size, k):
-        """Random codes, and scales that keep products of order 1."""
-        xp = self.gpu.cupy
-        units = xp.random.randint(0, 256, size // 16 * 4, dtype=np.int32).view(np.uint8).reshape(-1, UNIT_BYTES)
-        units[:, :1024] = xp.random.randint(-(2**31), 2**31 - 1, (len(units), 256), dtype=np.int32).view(np.uint8)
-        units[:, 1024:] = self.gpu.array(np.full(16, 0.2 * k**-0.5, np.float16).view(np.uint8))
-        return units
 
     def chain(self, kernels, names=NAMES, attention=None, pause=0):
         """(kernel, args) of all layers: those kernels of each that `names` has. pause: attention's clock cycles."""
@@ -190,7 +194,8 @@ def main():
     sizes = [word for word in words if word in ALL] or ["7b"]
     gpu = Gpu()
     with tempfile.TemporaryDirectory() as where:
-        attention = stand_in(where)
+        compile_beside(where, "qwen2_stand_in.cu")
+        attention = stand_in()
         print(f"read ceiling {gpu.read_ceiling():.0f} GB/s")
         for size in sizes:
             layers = Layers(gpu, ALL[size])

@@ -74,7 +74,7 @@ def qkv(dims: Qwen2Dims, ring: Ring = QKV) -> Kernel:
 
 def o_proj(dims: Qwen2Dims, ring: Ring = O_PROJ) -> Kernel:
     """scale * attended float16 [padded q_width] @ W.T as pieces float32 [.., hidden]. Twin: `qwen2_gemv.product`."""
-    return _projection("o_proj", dims, dims.q_width, ring)
+    return projection("o_proj", dims, dims.q_width, ring)
 
 
 def gate_up(dims: Qwen2Dims, ring: Ring = GATE_UP) -> Kernel:
@@ -85,7 +85,7 @@ def gate_up(dims: Qwen2Dims, ring: Ring = GATE_UP) -> Kernel:
 
 def down(dims: Qwen2Dims, ring: Ring | None = None) -> Kernel:
     """scale * inner float16 [padded inner] @ W.T as pieces float32 [.., hidden]. Twin: `qwen2_gemv.product`."""
-    return _projection("down", dims, dims.inner, ring or (DOWN if dims.inner <= 20480 else WIDE_DOWN))
+    return projection("down", dims, dims.inner, ring or (DOWN if dims.inner <= 20480 else WIDE_DOWN))
 
 
 def lm_head(dims: Qwen2Dims, ring: Ring = LM_HEAD) -> Kernel:
@@ -98,7 +98,8 @@ def _blocks(rows: int, k: int) -> int:
     return min(MULTIPROCESSORS, tiles(rows) * (padded(k) // GROUP))
 
 
-def _projection(name: str, dims: Qwen2Dims, k: int, ring: Ring) -> Kernel:
+def projection(name: str, dims: Qwen2Dims, k: int, ring: Ring) -> Kernel:
+    """The kernel that is called qwen2_<name>, of a matrix [hidden, k]."""
     entry = f"qwen2_{name}"
     own: Defines = (("ENTRY", entry), ("KERNEL", f"KERNEL_{name.upper()}"), ("INPUTS", k))
     return _kernel("projection", entry, Qwen2ProjectionArgs, dims, ring, k, _blocks(dims.hidden, k), own)
