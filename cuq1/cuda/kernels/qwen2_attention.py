@@ -43,12 +43,10 @@ def attention(dims: Qwen2Dims, splits: int | None = None) -> Kernel:
     return _attention(dims, "qwen2_attention", splits_for(dims) if splits is None else splits, 1)
 
 
-def combine(dims: Qwen2Dims, splits: int | None = None) -> Kernel:
-    """attended float16 [padded q_width], zeros beyond q_width, of the partials of `splits` splits."""
-    splits = splits_for(dims) if splits is None else splits
-    defines = (*_defines(dims), ("SPLITS", splits))
+def combine(dims: Qwen2Dims) -> Kernel:
+    """attended float16 [padded q_width], zeros beyond q_width, of the partials of args.splits: splits_for at most."""
     grid = (dims.q_heads, dims.head_size // 32, 1)
-    return Kernel("qwen2_attention.cu", "qwen2_combine", Qwen2CombineArgs, defines, grid, 256, max_registers=64)
+    return Kernel("qwen2_attention.cu", "qwen2_combine", Qwen2CombineArgs, _defines(dims), grid, 256, max_registers=64)
 
 
 def _attention(dims: Qwen2Dims, entry: str, blocks: int, cluster: int) -> Kernel:
@@ -56,7 +54,7 @@ def _attention(dims: Qwen2Dims, entry: str, blocks: int, cluster: int) -> Kernel
         "qwen2_attention.cu",
         entry,
         Qwen2AttentionArgs,
-        (*_defines(dims), ("SPLITS", 1)),
+        _defines(dims),
         (blocks, dims.kv_heads, 1),
         (_WARPS + 1) * 32,
         cluster=cluster,
@@ -89,6 +87,7 @@ def _defines(dims: Qwen2Dims) -> tuple[tuple[str, Define], ...]:
         ("STAGES", _STAGES),
         ("CLUSTER", CLUSTER),
         ("EARLY_PAGES", _EARLY),
+        ("SPLITS", splits_for(dims)),
         ("SMEM", _smem(dims)),
         ("MIN_BLOCKS", 65536 // (_REGISTERS * (_WARPS + 1) * 32)),
     )

@@ -1,0 +1,44 @@
+"""Qwen2's rows and decode attention in float64: no pages, splits or pieces."""
+
+import numpy as np
+
+
+def embed(table, token):
+    """float64 [hidden]: the table's row as it is."""
+    return table[token].astype(np.float64)
+
+
+def norm(x, weight, eps, width):
+    """rms(x, weight) float64 [width], zeros beyond x [hidden]."""
+    out = np.zeros(width)
+    out[: len(x)] = x / np.sqrt(np.mean(x * x) + eps) * weight.astype(np.float64)
+    return out
+
+
+def turned(x, position, frequencies):
+    """x float64 [heads, dim] with the pairs (i, i + dim / 2) turned by position * frequencies[i]."""
+    angles = position * frequencies
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+
+def attention(qkv, bias, position, frequencies, keys, values):
+    """attended float64 [q_heads * dim] of the token at `position`, and its k and v float16 [kv_heads, dim].
+
+    qkv: float64 [rows], q, k, v heads in order, before the biases; keys, values: float16 [kv_heads, position, dim] of
+    the positions before it, k after RoPE. The token's own k and v are attended to as the halves that are kept of them.
+    """
+    kv_heads, _, dim = keys.shape
+    heads = (qkv + bias.astype(np.float64)).reshape(-1, dim)
+    count = len(heads) - 2 * kv_heads
+    q = turned(heads[:count], position, frequencies)
+    k = turned(heads[count : count + kv_heads], position, frequencies).astype(np.float16)
+    v = heads[count + kv_heads :].astype(np.float16)
+    out = np.empty((kv_heads, count // kv_heads, dim))
+    for head, queries in enumerate(q.reshape(out.shape)):
+        scores = queries @ np.vstack([keys[head], k[head : head + 1]]).astype(np.float64).T / np.sqrt(dim)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        seen = np.vstack([values[head], v[head : head + 1]]).astype(np.float64)
+        out[head] = weights @ seen / weights.sum(axis=1, keepdims=True)
+    return out.ravel(), k, v
