@@ -1,0 +1,116 @@
+"""A token's time by region, from the spans of its launches: every moment counted once, also those in which nothing ran.
+
+With dependent launch a kernel's first blocks begin while its predecessor's last ones run. Such a moment belongs to the
+older of the two, for whose result the younger one waits. A moment in which no block of any launch is on the GPU is
+kernel_gap. What is counted so adds up to the whole, exactly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tools.tracing import Span
+
+GAP = "kernel_gap"
+# What each kernel of a Qwen2 token does, in order.
+REGIONS = {
+    "embed": "embed",
+    "qkv": "qkv_gemv",
+    "attention": "attention",
+    "combine": "attention_combine",
+    "o_proj": "o_proj",
+    "gate_up": "gate_up",
+    "down": "down",
+    "norm": "norms",
+    "lm_head": "lm_head",
+    "top_k": "sample",
+    "accept": "sample",
+    "control": "control",
+}
+# Work that has no kernel of its own, and whose time is therefore inside another region's.
+FUSED = {
+    "append_kv": "in attention, with bias and RoPE",
+    "norms": "all but the last: in qkv_gemv and gate_up, with the sums of pieces and the residual",
+    "attention_combine": "in attention, where a context is short",
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Microseconds of a token, and how many launches ended. waiting: of these, before a predecessor's results came."""
+
+    us: float = 0.0
+    waiting: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: "Share") -> "Share":
+        return Share(self.us + other.us, self.waiting + other.waiting, self.launches + other.launches)
+
+    def scaled(self, factor: float) -> "Share":
+        return Share(self.us * factor, self.waiting * factor, self.launches * factor)
+
+
+def breakdown(spans: Sequence[Span], begin: int, end: int, regions: Mapping[str, str] = REGIONS) -> dict[str, Share]:
+    """The nanoseconds from `begin` to `end` by region and GAP, which add up to all of them.
+
+    spans: of all launches that run in between, in any order. Raises KeyError for a label that has no region.
+    """
+    found: dict[str, Share] = {}
+    now = begin
+
+    def add(region: str, until: int, waiting: int, launches: int) -> None:
+        found[region] = found.get(region, Share()) + Share((until - now) / 1e3, waiting / 1e3, launches)
+
+    for span in sorted(spans, key=lambda span: (span.begin, span.end)):
+        if span.end <= begin or span.begin >= end:
+            continue
+        if span.begin > now:
+            add(GAP, span.begin, 0, 0)
+            now = span.begin
+        until = max(now, min(span.end, end))
+        add(regions[span.label], until, max(0, min(span.resumed, until) - now), int(span.end <= end))
+        now = until
+    if now < end:
+        add(GAP, end, 0, 0)
+    return found
+
+
+def tokens_of(spans: Sequence[Span], last: str) -> list[tuple[int, int, list[Span]]]:
+    """(begin, end, spans) of each token: from one end of a launch called `last` to the next one's."""
+    ends = sorted(span.end for span in spans if span.label == last)
+    return [
+        (begin, end, [span for span in spans if span.end > begin and span.begin < end]) for begin, end in pairwise(ends)
+    ]
+
+
+def mean(parts: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
+    """Of several tokens, in the order of REGIONS, kernel_gap last."""
+    total: dict[str, Share] = {}
+    for part in parts:
+        for region, share in part.items():
+            total[region] = total.get(region, Share()) + share
+    order = [*dict.fromkeys(REGIONS.values()), GAP]
+    return {
+        region: total[region].scaled(1 / len(parts))
+        for region in sorted(total, key=lambda name: order.index(name) if name in order else -1)
+    }
+
+
+def total(shares: Mapping[str, Share]) -> float:
+    """Microseconds of all regions together."""
+    return sum(share.us for share in shares.values())
+
+
+def problems(shares: Mapping[str, Share], itl_us: float, launches: int, tolerance: float = 0.02) -> list[str]:
+    """What does not fit: the sum and a token's time as the decode loop's own log has it, or launches without a trace.
+
+    launches: of a token's plan.
+    """
+    found = []
+    whole = total(shares)
+    if abs(whole / itl_us - 1) > tolerance:
+        found.append(f"regions and kernel_gap are {whole:.1f} µs, and a token takes {itl_us:.1f} µs")
+    traced = sum(share.launches for share in shares.values())
+    if abs(traced - launches) > 1e-6:
+        found.append(f"{traced:g} launches a token left their times, of {launches}")
+    return found
