@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ if not __package__:  # run as a script, whose folder is on the path instead of t
 
 from cuq1.cli import Parser, guarded
 from cuq1.engine import Engine, open_engine
-from cuq1.sampling import DecodeParams
+from cuq1.sampling import DecodeParams, Mask
 from cuq1.text import Tokenizer
 from tools.bench import NANO, append_row, at_least_one
 
@@ -67,25 +67,33 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
 
 
 def p_values(
-    engine: Engine, ids: Sequence[int], params: DecodeParams, seeds: Iterable[int], length: int = 2
+    engine: Engine,
+    ids: Sequence[int],
+    params: DecodeParams,
+    seeds: Iterable[int],
+    length: int = 2,
+    mask: Callable[[], Mask] | None = None,
 ) -> dict[str, float]:
-    """p-values of the first token, of the first `length` together and of the last of those, over one request a seed."""
+    """p-values of the first token, of the first `length` together and of the last of those, over one request a seed.
+
+    mask: makes each request's.
+    """
     firsts: Counter[int] = Counter()
     tuples: Counter[tuple[int, ...]] = Counter()
     engine.prefill(ids)
     for seed in seeds:
         engine.rewind(len(ids))
         request = replace(params, seed=seed, max_tokens=length, stop_tokens=())
-        tokens = tuple(token for step in engine.decode(request) for token in step)
+        tokens = tuple(token for step in engine.decode(request, mask=mask and mask()) for token in step)
         firsts[tokens[0]] += 1
         tuples[tokens] += 1
-    first = exact(engine.score(ids)[-1].tolist(), params)
+    first = exact(_next_logits(engine, ids, (), mask), params)
     expected: dict[tuple[int, ...], float] = {(token,): p for token, p in first.items()}
     for _ in range(length - 1):
         expected = {
             (*before, token): p * q
             for before, p in expected.items()
-            for token, q in exact(engine.score([*ids, *before])[-1].tolist(), params).items()
+            for token, q in exact(_next_logits(engine, ids, before, mask), params).items()
         }
     last: dict[int, float] = {}
     for key, probability in expected.items():
@@ -98,6 +106,20 @@ def p_values(
         f"tokens 1 to {length}": chi_square(tuples, expected),
         f"token {length}": chi_square(lasts, last),
     }
+
+
+def _next_logits(
+    engine: Engine, ids: Sequence[int], before: Sequence[int], mask: Callable[[], Mask] | None
+) -> list[float]:
+    """Logits after `ids` and then `before`, the answer so far; -inf where the mask allows no token."""
+    logits: list[float] = engine.score([*ids, *before])[-1].tolist()
+    if mask is None:
+        return logits
+    walk = mask()
+    for token in before:
+        walk.push(token)
+    allowed = walk.allowed()
+    return logits if allowed is None else [x if a else -math.inf for x, a in zip(logits, allowed, strict=True)]
 
 
 def main() -> int:

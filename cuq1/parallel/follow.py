@@ -279,19 +279,25 @@ def _obey(engine: Ranked, channel: Channel, command: Command) -> None:
 
 def _mirror(engine: Ranked, channel: Channel, params: DecodeParams, mask: Mask | None) -> None:
     """A request, from its beginning to its end on rank 0."""
-    stream = engine.decode(params, mask=mask)
-    while next(stream, None) is not None:
+    stream, failed = engine.decode(params, mask=mask), False
+    while not failed:
+        try:
+            if next(stream, None) is None:
+                return
+        except RequestError:  # a mask that fails; rank 0 has the same one, and ends the request
+            failed = True
         if engine.unattended:
             continue
         command = channel.receive()
-        if command["command"] != "step":
+        if command["command"] != "step" or failed:
             stream.close()
             if command["command"] != "end":
                 raise LaunchError(f"rank {channel.meeting.rank} was given {command['command']!r} within a request")
-            engine.take_back(command["length"])
-            _check_counts(engine, channel.meeting.rank, command)
-            return
+            if not failed:  # else what was under way is as far on all ranks, and begins anew
+                engine.take_back(command["length"])
         _check_counts(engine, channel.meeting.rank, command)
+        if command["command"] == "end":
+            return
 
 
 def _check_counts(engine: Ranked, rank: int, command: Command) -> None:

@@ -1,13 +1,14 @@
 """A request's mask on several ranks: rank 0 has the grammar, and tells the others what it allows.
 
-All ranks ask at the same places of a request, in the same order, so what is told needs no name of the place.
+All ranks ask at the same places of a request, in the same order, so what is told needs no name of the place. Where the
+grammar fails, all have the same error there.
 """
 
 from base64 import b85decode, b85encode
 
 import numpy as np
 
-from cuq1.errors import LaunchError
+from cuq1.errors import Cuq1Error, LaunchError, RequestError
 from cuq1.parallel.commands import Channel
 from cuq1.sampling.mask import Allowed, Mask
 
@@ -20,7 +21,11 @@ class ToldMask:
         self._channel = channel
 
     def allowed(self) -> Allowed | None:
-        allowed = self._mask.allowed()
+        try:
+            allowed = self._mask.allowed()
+        except Cuq1Error as error:
+            self._channel.send("mask", error=str(error))
+            raise
         bits = None if allowed is None else b85encode(np.packbits(allowed).tobytes()).decode()
         self._channel.send("mask", bits=bits)
         return allowed
@@ -46,6 +51,8 @@ class HeardMask:
                 f"rank {self._channel.meeting.rank} was given {command['command']!r} where it needs a mask: "
                 "start the program again, and report this"
             )
+        if "error" in command:
+            raise RequestError(command["error"])
         if command["bits"] is None:
             return None
         packed = np.frombuffer(b85decode(command["bits"]), np.uint8)

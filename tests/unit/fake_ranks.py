@@ -81,7 +81,9 @@ class FakeEngine(SequenceEngine):
             raise fault
 
     def token(self, seed):
-        return (seed * 31 + sum(self._tokens[-3:]) * 7 + len(self._tokens)) % VOCAB
+        token = (seed * 31 + sum(self._tokens[-3:]) * 7 + len(self._tokens)) % VOCAB
+        allowed = self._masks.after(())
+        return token if allowed is None else int(np.roll(allowed, -token).argmax() + token) % VOCAB
 
     def prefill(self, ids, *, chunk=None):
         kept = super().prefill(ids, chunk=chunk)

@@ -3,7 +3,9 @@
 import random
 import threading
 import time
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from cuq1.errors import DeviceError, LaunchError, RequestError
@@ -11,7 +13,7 @@ from cuq1.parallel import follow as module
 from cuq1.parallel.commands import PIECE, Channel
 from cuq1.parallel.follow import Leader, follow
 from cuq1.sampling import DecodeParams
-from tests.unit.fake_ranks import SEGMENT, FakeEngine
+from tests.unit.fake_ranks import SEGMENT, VOCAB, FakeEngine
 from tests.unit.test_rendezvous import serving, together
 
 
@@ -67,6 +69,66 @@ def test_every_call_is_made_on_every_rank_in_the_same_order(world):
     assert ("prefill", 4, 2) in engines[1].calls
     assert ("verified_rows", (7, 8), 6) in engines[1].calls
     assert engines[1].calls[-1] == ("close",)
+
+
+class Multiples:
+    """Allows multiples of 7, and everything after a multiple of 3; `error` is raised after `after` tokens."""
+
+    def __init__(self, error=None, after=3):
+        self.tokens, self.error, self.after = [], error, after
+
+    def allowed(self):
+        if self.error is not None and len(self.tokens) == self.after:
+            raise self.error
+        if self.tokens and self.tokens[-1] % 3 == 0:
+            return None
+        return np.arange(VOCAB) % 7 == 0
+
+    def push(self, token):
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mask_is_rank_0s_and_counts_on_all(world):
+    mask = Multiples()
+
+    def act(leader):
+        leader.prefill([1, 2, 3])
+        one = flat(leader.decode(DecodeParams(max_tokens=40, seed=1), mask=mask))
+        leader.prefill([1, 2, 3])
+        other = flat(leader.decode(DecodeParams(max_tokens=40, seed=1)))
+        leader.prefill([4])
+        stream = leader.decode(DecodeParams(max_tokens=40, seed=1), mask=Multiples())
+        some = [next(stream), next(stream)]
+        leader.rewind(2)
+        return one, other, some
+
+    results, engines = led(act, world)
+    assert results[1:] == [None] * (world - 1)
+    one, other, _ = results[0]
+    assert one == mask.tokens
+    assert one != other
+    assert any(token % 7 for token in one)
+    assert all(token % 7 == 0 or before % 3 == 0 for before, token in pairwise([1, *one]))
+    assert all(engine.calls == engines[0].calls and engine.tokens == engines[0].tokens for engine in engines)
+
+
+def test_a_mask_that_fails_ends_its_request_alone():
+    def act(leader):
+        leader.prefill([1, 2, 3])
+        with pytest.raises(RequestError, match="too complex"):
+            flat(leader.decode(DecodeParams(max_tokens=40, seed=1), mask=Multiples(RequestError("too complex"))))
+        held = leader.tokens
+        leader.prefill([5, 6])
+        return held, flat(leader.decode(DecodeParams(max_tokens=5, seed=2)))
+
+    results, engines = led(act, 3)
+    assert results[1:] == [None, None]
+    assert len(results[0][0]) == 3 + 3
+    assert results[0][1] == alone(
+        lambda engine: (engine.prefill([5, 6]), flat(engine.decode(DecodeParams(max_tokens=5, seed=2))))[1]
+    )
+    assert all(engine.calls == engines[0].calls and engine.tokens == engines[0].tokens for engine in engines)
 
 
 def test_a_fresh_seed_is_rank_0s():
