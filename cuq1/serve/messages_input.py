@@ -85,7 +85,9 @@ def _result(part: Mapping[str, Any], where: str) -> str:
     if content is not None and not isinstance(content, str | list):
         refuse(f"{where}.content", "must be a string or a list of content blocks")
     text = content if isinstance(content, str) else blocks(_texts(objects(content, f"{where}.content")))
-    failed = fields.boolean(part, "is_error")
+    failed = part.get("is_error")
+    if failed is not None and not isinstance(failed, bool):
+        refuse(f"{where}.is_error", "must be true or false")
     return f"Error: {text}" if failed and "error" not in text[:200].lower() else text
 
 

@@ -386,7 +386,7 @@ def test_the_official_types_read_every_event():
 
 
 def asked(one, **more):
-    return one.body | {"max_output_tokens": 24, "temperature": 0} | more
+    return one.body | {"max_output_tokens": 12, "temperature": 0} | more
 
 
 @pytest.mark.parametrize("one", REQUESTS, ids=lambda one: one.name)
