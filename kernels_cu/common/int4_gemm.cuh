@@ -266,11 +266,11 @@ struct Int4Gemm {
         __syncthreads();  // the barriers are there
         // Registers of a multiprocessor's quarter: two warps that multiply take most of what three could have.
         if (threadIdx.x >= CONSUMERS) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
             if (threadIdx.x == CONSUMERS) produce(weights, in);
             return;
         }
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         pdl_wait();
         pdl_trigger();
         if (width == 128) {
