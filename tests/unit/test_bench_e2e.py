@@ -1,0 +1,143 @@
+"""bench_e2e without a GPU: the reference in the engine's place, and what the report says of what does not fit."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cuq1.cuda import abi
+from cuq1.cuda.qwen2_weights import qwen2_layout
+from cuq1.models import qwen2, qwen2_decode
+from cuq1.reference.qwen2_engine import Qwen2Engine
+from tests.unit.test_breakdown import TOKEN, span
+from tools import bench_e2e
+from tools.bench_e2e import Regions, bench, lines, plain, region_lines
+from tools.breakdown import REGIONS, breakdown
+from tools.checkpoint_qwen2 import qwen2_config
+from tools.make_checkpoint import write_qwen2_checkpoint
+from tools.qwen2_engines import Subject
+
+
+class Engine(Qwen2Engine):
+    """The reference, with what bench_e2e asks of a GPU engine besides; every third decoding may go wrong."""
+
+    wrong = False
+
+    def verified_rows(self, rows, start):
+        return np.full((1, self.vocab_size), np.nan if self.wrong else np.arange(self.vocab_size), np.float32)
+
+
+class Modes(Subject):
+    """A checkpoint's engines in the reference. other: the mode whose tokens are others."""
+
+    other = ""
+
+    @contextmanager
+    def engine(self, mode, context, tracer=None):
+        with Engine(self.opened, context=context) as engine:
+            if mode == self.other:
+                engine._weights.lm_head[...] *= -1
+            engine.wrong = self.other == "logits"
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    folder = write_qwen2_checkpoint(tmp_path_factory.mktemp("m") / "hf", qwen2_config("qwen2.5-coder-7b-tiny"))
+    return Modes.of(str(folder))
+
+
+@pytest.fixture
+def options():
+    return SimpleNamespace(
+        prompt=9, gen=4, context=20, repeats=3, warm_up=1, traced=1, seed=1, int4_head=False, capacity=64
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    @contextmanager
+    def records(engine):
+        yield [SimpleNamespace(launched=1000 * i, ended=1000 * i + 1700) for i in range(1, 5)]
+
+    monkeypatch.setattr(bench_e2e, "records", records)
+    monkeypatch.setattr(bench_e2e, "token_plan", lambda engine, context: SimpleNamespace(read_bytes=lambda: 5_000_000))
+    shares = breakdown(TOKEN, 1000, 1700)
+    found = Regions(shares, 0.7, [], {"embed": 0, "qkv_gemv": 2_000_000})
+    monkeypatch.setattr(bench_e2e, "regions", lambda *args: found)
+
+
+def test_all_figures_of_a_model(subject, options):
+    found = bench(subject, options, 4000.0)
+    assert found["problems"] == []
+    assert found["device"]["tokens"] == found["host"]["tokens"] == found["eager"]["tokens"]
+    assert len(found["device"]["tokens"]) == 4
+    assert found["clock_us"].median == pytest.approx(1.7)
+    added = 11 * 2 * 2 * 128 * 2  # positions, layers, keys and values of one KV head, halves
+    assert found["context"]["added_bytes"] == added
+    extra = 1e3 * (found["context"]["itl_ms"].median - found["device"]["itl_ms"].median)
+    assert found["context"]["ratio"] == pytest.approx(extra / (added / 4000e3))
+    text = "\n".join(lines(found, 4000.0))
+    for part in ("device  ", "host  ", "eager  ", "20  ", "kernel_gap", "append_kv: in attention", "0.005 GB a token"):
+        assert part in text
+    assert json.loads(json.dumps(plain(found)))["device"].keys() == {"ttft_ms", "itl_ms"}
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ("device", "host gives other tokens than device"),
+        ("eager", "eager gives other tokens than device"),
+        ("logits", "the logits are not finite"),
+    ],
+)
+def test_results_are_checked(subject, options, other, problem):
+    subject = Modes(**vars(subject))
+    object.__setattr__(subject, "other", other)
+    options.context = None
+    found = bench(subject, options, 4000.0)
+    assert any(problem in text for text in found["problems"]), found["problems"]
+    assert f"PROBLEM: {found['problems'][0]}" in lines(found, 4000.0)
+
+
+def test_the_breakdown_is_printed_with_its_sum():
+    shares = breakdown([*TOKEN[:-1], span("control", 1590, 1610, 2600)], 1000, 2600)
+    table = region_lines("device", Regions(shares, 1.6, [], {"qkv_gemv": 2_000_000}), 1.5, 4000.0)
+    assert any(line.split()[:2] == ["qkv_gemv", "0.20"] and "250" in line for line in table)  # 2 MB in 0.2 µs
+    assert any("sum" in line and "1.60; ITL 1.60 traced, 1.50 untraced; kernel_gap 14.37%" in line for line in table)
+
+
+@pytest.mark.parametrize("context", [1, 400])
+def test_every_launch_of_a_token_has_a_region(context):
+    config = Subject.of("qwen2.5-coder-7b").config
+    layout = qwen2_layout(config)
+    model = qwen2.resolve(config, layout, capacity=1024)
+    for short in (False, True):
+        plan = qwen2_decode.round_of(model, context=context, short=short)
+        assert {launch.label for launch in plan.launches} <= REGIONS.keys() - {"control"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--config", "qwen2.5-coder-8b"], "qwen2.5-coder-8b is no Qwen2 model"),
+        (["--model", "cuq1/assets/iquest-q1-nano"], "is no Qwen2 model"),
+        (["--gen", "1"], "--gen must be at least 2"),
+        (["--context", "512"], "--context must be more than --prompt"),
+        (["--config", "qwen2.5-coder-0.5b", "--model", "x"], "not allowed with"),
+        (["--prompt", "0"], "--prompt"),
+        (["--prompt", "32768"], "positions"),
+    ],
+)
+def test_bad_options(capsys, argv, says):
+    assert bench_e2e.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_records_are_what_the_loop_says():
+    assert {"launched", "ended"} <= {name for name, _ in abi.Record._fields_}

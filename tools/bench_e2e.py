@@ -1,0 +1,274 @@
+"""A Qwen2 model from a prompt to its answer: time to the first token, time a token, and where it goes.
+
+    python -m tools.bench_e2e --prompt 512 --gen 128 --config qwen2.5-coder-7b
+    python -m tools.bench_e2e --context 16384 --config qwen2.5-coder-7b
+    python -m tools.bench_e2e --model qwen.nanoqwen
+
+Batch 1, random prompts; with --config, random weights. Three ways to launch are measured in turn, with the same tokens:
+device (the device launches each token's graph), host (the host does), eager (the host launches every kernel). Times
+are the host's: from the prompt to the first token (TTFT), and from the first token to the last (ITL), medians of
+requests with the 10th and the 90th percentile. The share is that of the bytes that a token must read, over the read
+bandwidth measured in the same run. Regions come from kernels compiled to leave their times (tools/breakdown.py).
+--context N measures a longer prompt, too, and holds the time that it adds against the bytes that it adds.
+"""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from cuq1.cli import Parser, guarded
+from cuq1.cuda import graph
+from cuq1.cuda.driver import open_device
+from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
+from cuq1.errors import RequestError
+from cuq1.models.qwen2 import position_bytes
+from cuq1.sampling import DecodeParams
+from tools.bench import append_row, at_least_one
+from tools.breakdown import FUSED, GAP, REGIONS, Share, breakdown, mean, problems, tokens_of, total
+from tools.gpu import Spread, read_ceiling, spread_of
+from tools.qwen2_engines import Mode, Subject, records, token_plan
+from tools.tracing import Tracer, spans
+
+MODES: tuple[Mode, ...] = ("device", "host", "eager")
+TRACED = 12  # tokens of a request whose launches leave their times
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A token's time by region; the same time as the loop's log has it; what does not fit; bytes read by region."""
+
+    shares: dict[str, Share]
+    itl_us: float
+    problems: list[str]
+    read: dict[str, int]
+
+
+def prompt_of(length: int, vocab: int, seed: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, min(vocab, 150_000), length).tolist()
+    return found
+
+
+def request(engine: Qwen2CudaEngine, ids: Sequence[int], count: int) -> tuple[float, float, list[int]]:
+    """Milliseconds to the first token, milliseconds a token after it, and the tokens. Nothing is held before."""
+    params = DecodeParams(temperature=0, max_tokens=count, stop_tokens=())
+    engine.rewind(0)
+    start = time.perf_counter()
+    engine.prefill(ids)
+    times: list[float] = []
+    tokens: list[int] = []
+    for step in engine.decode(params):
+        times.append(time.perf_counter())
+        tokens += step
+    return 1e3 * (times[0] - start), 1e3 * (times[-1] - times[0]) / max(1, len(times) - 1), tokens
+
+
+def measured(engine: Qwen2CudaEngine, ids: Sequence[int], options: Namespace) -> dict[str, Any]:
+    """Spreads of both times over requests, after some that are not counted; and the tokens, always the same."""
+    for _ in range(options.warm_up):
+        request(engine, ids, options.gen)
+    found = [request(engine, ids, options.gen) for _ in range(options.repeats)]
+    if any(tokens != found[0][2] for _, _, tokens in found):
+        raise RequestError("the same request gave different tokens")
+    ttft, itl = spread_of([one[0] for one in found]), spread_of([one[1] for one in found])
+    return {"ttft_ms": ttft, "itl_ms": itl, "tokens": found[0][2]}
+
+
+def device_itl_us(engine: Qwen2CudaEngine, ids: Sequence[int], count: int) -> Spread:
+    """Microseconds from one token's end to the next one's, by the GPU's clock."""
+    with records(engine) as log:
+        request(engine, ids, count)
+    return spread_of([(one.ended - one.launched) / 1e3 for one in log[1:]])
+
+
+def finite(engine: Qwen2CudaEngine, ids: Sequence[int]) -> bool:
+    """Whether the decode kernels' logits after the last of `ids` are all finite and not all the same."""
+    logits = engine.verified_rows(ids[-1:], len(ids) - 1)
+    return bool(np.isfinite(logits).all() and logits.std() > 0)
+
+
+def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace) -> Regions:
+    """A token's regions behind a prompt: of the device's loop, the last of some requests' tokens; else all but one.
+
+    The former have places of their own for their entries, of which the last token's stay: it is the cheapest way.
+    """
+    open_device()
+    device = mode == "device"
+    tracer = Tracer(
+        [label for label in REGIONS if device or label != "control"],
+        layers=subject.config.num_hidden_layers + 1 if device else 0,  # the head counts as a layer
+    )
+    parts, itl = [], []
+    try:
+        with subject.engine(mode, len(ids) + TRACED + 1, tracer) as engine:
+            plan = token_plan(engine, len(ids) + TRACED)
+            request(engine, ids, TRACED)
+            for _ in range(options.traced):
+                tracer.clear()
+                with records(engine) as log:
+                    request(engine, ids, TRACED)
+                tokens = tokens_of(spans(tracer.read(), tracer.labels), "control" if device else "accept")
+                tokens = tokens[-1:] if device else tokens
+                parts += [breakdown(found, begin, end) for begin, end, found in tokens]
+                itl += [(one.ended - one.launched) / 1e3 for one in log[-1:]]
+    finally:
+        tracer.close()
+    shares = mean(parts)
+    time_us = float(np.mean(itl)) if device else total(shares)
+    read: dict[str, int] = {}
+    for launch in plan.launches:
+        region = REGIONS[launch.label]
+        read[region] = read.get(region, 0) + launch.read_bytes
+    return Regions(shares, time_us, problems(shares, time_us, len(plan.launches) + device), read)
+
+
+def bench(subject: Subject, options: Namespace, ceiling: float) -> dict[str, Any]:
+    """All of a model's figures."""
+    ids = prompt_of(options.prompt, subject.config.vocab_size, options.seed)
+    room = options.gen + 1
+    middle = options.prompt + options.gen // 2
+    found: dict[str, Any] = {"model": subject.name, "prompt": options.prompt, "gen": options.gen, "problems": []}
+    for mode in MODES:
+        with subject.engine(mode, max(options.prompt, options.context or 0) + room) as engine:
+            found[mode] = measured(engine, ids, options)
+            if mode == "device":
+                found["clock_us"] = device_itl_us(engine, ids, options.gen)
+                found["bytes"] = token_plan(engine, middle).read_bytes()
+                if not finite(engine, ids):
+                    found["problems"].append("the logits are not finite, or all the same")
+                if options.context:
+                    long = prompt_of(options.context, subject.config.vocab_size, options.seed + 1)
+                    found["context"] = {"prompt": options.context, **measured(engine, long, options)}
+    for mode in MODES[1:]:
+        if found[mode]["tokens"] != found["device"]["tokens"]:
+            found["problems"].append(f"{mode} gives other tokens than device")
+    if options.context:
+        added = (options.context - options.prompt) * position_bytes(subject.config)
+        extra = 1e3 * (found["context"]["itl_ms"].median - found["device"]["itl_ms"].median)
+        found["context"] |= {"added_bytes": added, "extra_us": extra, "ratio": extra / (added / ceiling / 1e3)}
+    for mode in ("device", "eager") if options.traced else ():
+        one = regions(subject, mode, ids, options)
+        found[f"{mode}_regions"] = one
+        found["problems"] += [f"{mode}: {text}" for text in one.problems]
+    return found
+
+
+def lines(found: dict[str, Any], ceiling: float) -> list[str]:
+    """A model's table."""
+    size = found["bytes"]
+    table = [
+        f"{found['model']}: prompt {found['prompt']}, {found['gen']} tokens, {size / 1e9:.3f} GB a token, "
+        f"{size / ceiling / 1e3:.0f} µs at {ceiling:.0f} GB/s",
+        f"{'':10} {'TTFT ms':>22} {'ITL ms':>25} {'tokens/s':>9} {'GB/s':>6} {'of ceiling':>10}",
+    ]
+    rows: list[tuple[str, Any, int]] = [(mode, found[mode], size) for mode in MODES]
+    if "context" in found:
+        rows.append((f"{found['context']['prompt']}", found["context"], size + found["context"]["added_bytes"]))
+    for name, one, read in rows:
+        ttft, itl = one["ttft_ms"], one["itl_ms"]
+        speed = read / itl.median / 1e6
+        table.append(
+            f"{name:10} {ttft.median:7.2f} ({ttft.low:.2f} to {ttft.high:.2f}) "
+            f"{itl.median:9.4f} ({itl.low:.4f} to {itl.high:.4f}) "
+            f"{1e3 / itl.median:9.1f} {speed:6.0f} {speed / ceiling:10.1%}"
+        )
+    clock = found["clock_us"]
+    table.append(f"device, by its own clock: {clock.median:.1f} µs a token ({clock.low:.1f} to {clock.high:.1f})")
+    if "context" in found:
+        one = found["context"]
+        table.append(
+            f"{one['prompt']} tokens of context add {one['extra_us']:.1f} µs and {one['added_bytes'] / 1e6:.1f} MB, "
+            f"{one['ratio']:.2f} times as long as reading these takes"
+        )
+    for mode in MODES:
+        if f"{mode}_regions" in found:
+            table += region_lines(mode, found[f"{mode}_regions"], found[mode]["itl_ms"].median * 1e3, ceiling)
+    return [*table, *(f"PROBLEM: {text}" for text in found["problems"])]
+
+
+def region_lines(mode: str, one: Regions, untraced_us: float, ceiling: float) -> list[str]:
+    """A breakdown's table."""
+    whole = total(one.shares)
+    table = [
+        f"{f'{mode}, µs a token':20} {'µs':>9} {'share':>7} {'waiting':>8} {'launches':>8} {'MB':>8} {'of ceiling':>10}"
+    ]
+    for region, share in one.shares.items():
+        read = one.read.get(region, 0)
+        speed = f"{read / share.us / 1e3 / ceiling:10.1%}" if read > 1e6 and share.us else ""
+        table.append(
+            f"  {region:18} {share.us:9.2f} {share.us / whole:7.1%} {share.waiting:8.2f} {share.launches:8.0f} "
+            f"{read / 1e6:8.2f} {speed}"
+        )
+    gap = one.shares.get(GAP, Share()).us
+    table.append(
+        f"  {'sum':18} {whole:9.2f}; ITL {one.itl_us:.2f} traced, {untraced_us:.2f} untraced; "
+        f"{GAP} {gap / whole:.2%} of the sum"
+    )
+    return [*table, *(f"  {region}: {text}" for region, text in FUSED.items())]
+
+
+def plain(value: Any) -> Any:
+    """A report's parts as JSON has them."""
+    if isinstance(value, Regions):
+        shares = {region: asdict(share) for region, share in value.shares.items()}
+        return {"itl_us": value.itl_us, "regions": shares, "bytes": value.read}
+    if isinstance(value, Spread):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if key != "tokens"}
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return guarded("bench_e2e", lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m tools.bench_e2e", description=(__doc__ or "").splitlines()[0])
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--config", nargs="+", default=["qwen2.5-coder-7b"], help="models with random weights")
+    source.add_argument("--model", nargs="+", help="Hugging Face folders, or .nanoqwen files")
+    parser.add_argument("--int4-head", action="store_true", help="of random weights, the logits' matrix is INT4, too")
+    parser.add_argument("--prompt", type=at_least_one, default=512, help="tokens of the prompt")
+    parser.add_argument("--gen", type=at_least_one, default=128, help="tokens of the answer")
+    parser.add_argument("--context", type=at_least_one, help="a longer prompt, measured too")
+    parser.add_argument("--repeats", type=at_least_one, default=15, help="requests that are counted")
+    parser.add_argument("--warm-up", type=int, default=3, help="requests before them")
+    parser.add_argument("--traced", type=int, default=10, help="requests whose launches leave their times; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/e2e.jsonl")
+    options = parser.parse_args(argv)
+    if options.gen < 2:
+        parser.error("--gen must be at least 2: a token's time is that from one to the next")
+    if options.context and options.context <= options.prompt:
+        parser.error("--context must be more than --prompt, to which it is compared")
+    subjects = [
+        Subject.of(name, int4_head=options.int4_head, seed=options.seed) for name in options.model or options.config
+    ]
+    longest = max(options.prompt, options.context or 0) + max(options.gen, TRACED) + 1
+    for subject in subjects:
+        if longest > subject.config.max_position_embeddings:
+            raise RequestError(
+                f"{subject.name} has {subject.config.max_position_embeddings} positions, and {longest} are asked for: "
+                "lower --prompt, --context or --gen"
+            )
+    device = open_device()
+    ceiling = read_ceiling(graph.stream(), device.arch)
+    print(f"{device.name}, read ceiling {ceiling:.0f} GB/s")
+    failed = 0
+    for subject in subjects:
+        found = bench(subject, options, ceiling)
+        failed += len(found["problems"])
+        print("\n".join(lines(found, ceiling)), flush=True)
+        if options.log:
+            append_row("e2e", {"gpu": device.name, "ceiling_gbps": ceiling, **plain(found)})
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
