@@ -153,17 +153,25 @@ class Worker:
             self._opened.set()
             return
         self._opened.set()
-        while (job := self._next()) is not None:
-            try:
-                self._answer(job)
-            except EngineFailure as failure:
-                self._recover(failure, job)
-            except Exception as error:  # a defect outside of the engine costs this answer alone
-                self._end(job, "error", _defect(error))
-            finally:
-                with self._lock:
-                    self._running = None
+        while self._serve_next():
+            pass
         self._leave("closed")
+
+    def _serve_next(self) -> bool:
+        """Compute the next answer; False at the end. Nothing of it is held afterwards."""
+        job = self._next()
+        if job is None:
+            return False
+        try:
+            self._answer(job)
+        except EngineFailure as failure:
+            self._recover(failure, job)
+        except Exception as error:  # a defect outside of the engine costs this answer alone
+            self._end(job, "error", _defect(error))
+        finally:
+            with self._lock:
+                self._running = None
+        return True
 
     def _enter(self, state: State, engine: Engine) -> None:
         self._engine = engine

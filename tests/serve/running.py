@@ -36,10 +36,21 @@ def nano_service(open_one=None, **options):
     return service
 
 
+class Url(str):
+    """Where a server answers; `server` is uvicorn's."""
+
+    server: uvicorn.Server
+
+
 @contextmanager
-def serving(service, settings=None):
-    """The service over HTTP at a free port of loopback; yields the URL. The service stays its owner's."""
+def serving(service, settings=None, *, send_buffer=None):
+    """The service over HTTP at a free port of loopback; yields the URL. The service stays its owner's.
+
+    send_buffer: bytes that the kernel holds of what a client does not read.
+    """
     with socket.socket() as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         config = uvicorn.Config(
@@ -52,7 +63,9 @@ def serving(service, settings=None):
         thread.start()
         wait_for(lambda: server.started)
         try:
-            yield f"http://127.0.0.1:{port}"
+            url = Url(f"http://127.0.0.1:{port}")
+            url.server = server
+            yield url
         finally:
             server.should_exit = server.force_exit = True
             thread.join(LIMIT)
