@@ -40,7 +40,7 @@ class SequenceEngine(ABC):
 
     config: Limits
     default_params: DecodeParams
-    _context: int
+    _context: int | None = None  # less than the model's
     chunk: int = PREFILL_CHUNK  # rows of a prefill pass, where the caller names none
 
     def __init__(self) -> None:
@@ -121,14 +121,14 @@ class SequenceEngine(ABC):
     @property
     def context(self) -> int:
         """The largest number of tokens that the sequence can have."""
-        return self._context
+        return self.config.max_position_embeddings if self._context is None else self._context
 
     def _take_context(self, context: int | None) -> None:
-        """Sets the context, the model's where it is None. Raises RequestError for one that the model does not have."""
+        """Sets a shorter context. Raises RequestError for one that the model does not have."""
         longest = self.config.max_position_embeddings
         if context is not None and not 1 <= context <= longest:
             raise RequestError(f"a context of {context} is outside the model's: choose one from 1 to {longest}")
-        self._context = longest if context is None else context
+        self._context = context
 
     def prefill(self, ids: Sequence[int], *, chunk: int | None = None) -> int:
         """Make `ids` the engine's sequence, and compute what `decode` starts from.

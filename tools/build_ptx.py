@@ -15,20 +15,41 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cuq1.checkpoint.nanoqwen import is_nanoqwen
+from cuq1.checkpoint.qwen2 import is_qwen2, open_qwen2
 from cuq1.cli import Parser, guarded
 from cuq1.config import load_config
+from cuq1.config_qwen2 import load_qwen2_config
 from cuq1.cuda import compile as jit
 from cuq1.cuda.folders import folder
 from cuq1.cuda.kernels import packing
+from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
-from cuq1.models import decode, loop, prefill, q1
+from cuq1.models import decode, loop, prefill, q1, qwen2, qwen2_prefill
+from cuq1.models.family import plans_of
 from cuq1.plan.dims import ROWS
 from cuq1.plan.kernel import Kernel
 
 
+def qwen2_kernels(path: Path) -> list[Kernel]:
+    """Every kernel that a Qwen2 model launches: a token in any context, prompts, scoring, either logits' matrix."""
+    config = open_qwen2(path).config if is_nanoqwen(path) else load_qwen2_config(path)
+    found: dict[Kernel, None] = {}
+    for int4_head in (False, True):
+        model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head))
+        own = plans_of(model)
+        plans = [loop.round_of(model, 1, 0, short=short) for short in (False, True)]
+        plans += [loop.first_of(model, 0), own.logits_of(), qwen2_prefill.chunk_plan(model, prefill.Chunk(0, 1))]
+        plans += [qwen2_prefill.steps_plan(model, qwen2_prefill.logits_steps(model), prefill.Chunk(0, 1))]
+        found |= {kernel: None for plan in plans for kernel in plan.kernels()}
+    return list(found)
+
+
 def model_kernels(folder: Path, tp: int) -> list[Kernel]:
     """Every kernel that a rank of `tp` launches, which exchange: rounds of any shape, prompts, and loading."""
+    if is_qwen2(folder):
+        return qwen2_kernels(folder)
     config, draft = load_config(folder)
     drafts = draft.num_draft_slots if draft is not None else 0
     layout = weights_plan(config, draft, tp, 0)
@@ -110,7 +131,7 @@ def missing(kernels: Sequence[Kernel], arch: str, out: Path) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools.build_ptx", description="Compiles a model's kernels ahead of time.")
-    parser.add_argument("dir", type=Path, nargs="+", help="folders with config.json")
+    parser.add_argument("dir", type=Path, nargs="+", help="folders with config.json, or .nanoqwen files")
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[1], metavar="N", help="tensor-parallel ranks, one number or several (1)"
     )

@@ -16,6 +16,7 @@ from cuq1.cuda.kernels.qwen2_attention import MAX_GROUP
 from cuq1.cuda.repack import TILE
 from cuq1.cuda.weights import Planner, Tensor
 from cuq1.errors import ConfigError
+from cuq1.plan.dims import MAX_TOP_K
 from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES, Qwen2Dims, padded, qwen2_dims, tiles
 
 MOST_HIDDEN = 5120  # columns of the logits' matrix that lm_head.cu keeps in registers
@@ -53,6 +54,11 @@ def qwen2_layout(config: Qwen2Config, *, int4_head: bool = False) -> Qwen2Layout
         raise ConfigError(
             f"hidden_size is {config.hidden_size}, and the CUDA kernels compute {MOST_HIDDEN} at most: use --device "
             "cpu for this model"
+        )
+    if config.vocab_size < MAX_TOP_K:
+        raise ConfigError(
+            f"vocab_size is {config.vocab_size}, and the CUDA kernels sample from {MAX_TOP_K} at least: use "
+            "--device cpu for this model"
         )
     if config.num_attention_heads > MAX_GROUP * config.num_key_value_heads:
         raise ConfigError(

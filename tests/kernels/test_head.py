@@ -176,20 +176,23 @@ def some_logits(rng, kind, vocab):
     return logits
 
 
-def check_top_k(gpu, dims, logits, rows, first_id=0, live=None, patch=None):
+def check_top_k(gpu, dims, logits, rows, first_id=0, live=None, patch=None, pieces=head.PIECES):
     data = gpu.array(logits)
-    values = gpu.poison((ROWS, head.PIECES, MAX_TOP_K), np.float32)
-    ids = gpu.poison((ROWS, head.PIECES, MAX_TOP_K), np.int32)
+    values = gpu.poison((ROWS, pieces, MAX_TOP_K), np.float32)
+    ids = gpu.poison((ROWS, pieces, MAX_TOP_K), np.int32)
     alive = gpu.array(np.array([live if live is not None else 0], np.int32))
     args = TopKArgs(
         gpu.fault.address, alive.data.ptr if live is not None else 0, -1, rows, data.data.ptr, values.data.ptr,
         ids.data.ptr, first_id,
     )  # fmt: skip
-    gpu.run(head.top_k(dims), args, patch)
+    gpu.run(head.top_k(dims, pieces=pieces), args, patch)
     computed = rows if live is None else min(rows, live)
-    expected_values, expected_ids = twin.largest(logits[:computed], first_id)
-    assert np.array_equal(ids.get()[:computed, 0], expected_ids)
-    assert np.array_equal(values.get()[:computed, 0], expected_values)
+    width = 8 * -(-dims.vocab // (8 * pieces))
+    for piece in range(pieces):
+        part = logits[:computed, piece * width : (piece + 1) * width]
+        expected_values, expected_ids = twin.largest(part, first_id + piece * width)
+        assert np.array_equal(ids.get()[:computed, piece], expected_ids)
+        assert np.array_equal(values.get()[:computed, piece], expected_values)
     assert (ids.get()[computed:] == 0x7F7F7F7F).all()
 
 
@@ -212,6 +215,18 @@ def test_top_k(gpu, name):
         check_kinds(gpu, dims, KINDS, rows, first_id=3 * dims.vocab)
     for live in (0, 3):
         check_top_k(gpu, dims, some_logits(rng, "random", dims.vocab), 4, live=live)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [257, 4099, 151936, 152064])
+def test_top_k_in_pieces(gpu, vocab):
+    dims = replace(NANO, vocab=vocab)
+    rng = fresh()
+    for kind in ("random", "ties", "all equal", "ascending"):
+        check_top_k(gpu, dims, some_logits(rng, kind, vocab), 1, pieces=8 if vocab > 4096 else 2)
+    pieces = ("int(blockIdx.x) * PART, end", "rank * PART, end")
+    with pytest.raises(AssertionError):  # every piece looks at the first one
+        check_top_k(gpu, dims, some_logits(rng, "random", vocab), 1, patch=pieces, pieces=2)
 
 
 @pytest.mark.gpu

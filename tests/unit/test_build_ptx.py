@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 
 from cuq1.config import load_config
+from cuq1.config_qwen2 import parse_qwen2
 from cuq1.cuda import compile as jit
 from cuq1.cuda.kernels import packing
 from cuq1.cuda.kernels.bandwidth import fill_random, read_once
+from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
-from cuq1.models import decode, loop, prefill, q1
+from cuq1.models import decode, loop, prefill, q1, qwen2, qwen2_decode, qwen2_prefill
 from tests.paths import NANO, RELEASED
 from tools import build_ptx
+from tools.checkpoint_qwen2 import qwen2_config
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
 
@@ -41,6 +44,22 @@ def launched(folder, tp, **options):
 def test_what_a_round_a_prompt_or_loading_launches_is_compiled_ahead_and_nothing_else(folder, tp):
     needed = launched(folder, tp) | launched(folder, tp, fp8_activations=True)
     assert needed == {jit.digest(kernel, "sm_90a") for kernel in build_ptx.model_kernels(folder, tp)}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-7b-tiny"])
+def test_what_a_qwen2_model_launches_is_compiled_ahead(tmp_path, name):
+    raw = qwen2_config(name)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = parse_qwen2(raw)
+    needed = set()
+    for int4_head in (False, True):
+        for capacity in (100, 4000):
+            model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), capacity=capacity)
+            plans = [qwen2_decode.target_of(model, short=True), loop.round_of(model, 1, 0, short=False)]
+            plans += [loop.first_of(model, 0), qwen2_prefill.chunk_plan(model, prefill.Chunk(64, 33))]
+            plans += [qwen2_prefill.steps_plan(model, qwen2_prefill.logits_steps(model), prefill.Chunk(3, 1))]
+            needed |= {jit.digest(kernel, "sm_90a") for plan in plans for kernel in plan.kernels()}
+    assert needed == {jit.digest(kernel, "sm_90a") for kernel in build_ptx.model_kernels(tmp_path, 1)}
 
 
 def test_kernels_that_exchange_are_others():

@@ -1,7 +1,7 @@
 """What a Qwen2 model has of the head's and the sampler's kernels, which know nothing of a model's layers."""
 
 from cuq1.cuda.kernels import control, head, prefill, sampling
-from cuq1.plan.dims import Dims
+from cuq1.plan.dims import MAX_TOP_K, Dims
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.qwen2_dims import Qwen2Dims, padded
 
@@ -52,6 +52,7 @@ def scores(dims: Qwen2Dims, rows: int) -> Kernel:
 
 
 def kernels(dims: Qwen2Dims) -> list[Kernel]:
-    """All of them."""
+    """All of them. A vocabulary smaller than a list of candidates has no top_k."""
     halves = [] if dims.int4_head else [lm_head(dims), scores(dims, 1)]
-    return [*halves, top_k(dims), accept(dims), control.control(shared(dims)), rope(dims, 1)]
+    lists = [top_k(dims)] if dims.vocab >= MAX_TOP_K else []
+    return [*halves, *lists, accept(dims), control.control(shared(dims)), rope(dims, 1)]

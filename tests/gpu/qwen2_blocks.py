@@ -1,0 +1,132 @@
+"""A Qwen2 token on the GPU, launch by launch, beside the same mathematics in float64."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuq1.cuda import abi
+from cuq1.cuda.execute import Program
+from cuq1.cuda.kernels.qwen2_gemv import INNER_SCALE
+from cuq1.plan.qwen2_dims import PAGE
+from cuq1.plan.types import Plan
+from cuq1.reference.qwen2_weights import load_qwen2
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * weight
+
+
+class Float64:
+    """The model in float64, a token at a time, with caches that only grow."""
+
+    def __init__(self, model):
+        self.config = model.config
+        self.weights = load_qwen2(model)
+        self.k = [[] for _ in self.weights.layers]
+        self.v = [[] for _ in self.weights.layers]
+
+    def rope(self, x, position):
+        """x [heads, size], its halves rotated against each other."""
+        half = x.shape[1] // 2
+        angle = position * self.config.rope_theta ** (-np.arange(half) / half)
+        a, b = x[:, :half], x[:, half:]
+        return np.concatenate((a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)), axis=1)
+
+    def token(self, token, position) -> Iterator[tuple[int, str, np.ndarray]]:
+        """(layer, what, values) of everything that the launches leave, in order."""
+        config, size, eps = self.config, self.config.head_dim, self.config.rms_norm_eps
+        x = self.weights.embed_tokens[token].astype(np.float64)
+        yield 0, "embed", x
+        for number, layer in enumerate(self.weights.layers):
+            n = rms(x, layer.input_norm.astype(np.float64), eps)
+            qkv = np.concatenate([matrix.astype(np.float64) @ n for matrix in (layer.q, layer.k, layer.v)])
+            yield number, "qkv", qkv
+            q, k, v = np.split(
+                qkv + np.concatenate((layer.q_bias, layer.k_bias, layer.v_bias)),
+                [config.q_size, config.q_size + config.kv_size],
+            )
+            self.k[number].append(self.rope(k.reshape(-1, size), position))
+            self.v[number].append(v.reshape(-1, size))
+            keys, values = np.stack(self.k[number]), np.stack(self.v[number])  # [positions, kv_heads, size]
+            group = config.num_attention_heads // config.num_key_value_heads
+            heads = self.rope(q.reshape(-1, size), position).reshape(-1, group, size)
+            scores = np.einsum("hgd,phd->hgp", heads, keys) / np.sqrt(size)
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            attended = np.einsum("hgp,phd->hgd", p, values).ravel()
+            yield number, "k", keys
+            yield number, "v", values
+            yield number, "attended", attended
+            o = layer.o.astype(np.float64) @ attended
+            yield number, "o_proj", o
+            x = x + o
+            n = rms(x, layer.post_norm.astype(np.float64), eps)
+            gate, up = layer.gate.astype(np.float64) @ n, layer.up.astype(np.float64) @ n
+            inner = gate / (1 + np.exp(-gate)) * up
+            yield number, "gate_up", inner * INNER_SCALE
+            down = layer.down.astype(np.float64) @ inner
+            yield number, "down", down
+            x = x + down
+        n = rms(x, self.weights.norm.astype(np.float64), eps)
+        yield len(self.weights.layers), "norm", n
+        yield len(self.weights.layers), "lm_head", self.weights.lm_head.astype(np.float64) @ n
+
+
+class OnGpu:
+    """The launches of an engine's runtime, one at a time, and what they leave."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.model = runtime.model
+
+    def read(self, name, shape, dtype=np.float32):
+        out = np.empty(shape, dtype)
+        self.runtime.read(name, out)
+        return out.astype(np.float64)
+
+    def cache(self, name, positions):
+        """Keys or values [positions, kv_heads, size], through the page table."""
+        d = self.model.sizes
+        pages = self.read(name, (self.model.pages, d.kv_heads, PAGE, d.head_size), np.float16)
+        table = self.read("page_table", (self.model.pages,), np.int32).astype(int)[: -(-positions // PAGE)]
+        assert (table >= 0).all()
+        return pages[table].transpose(0, 2, 1, 3).reshape(-1, d.kv_heads, d.head_size)[:positions]
+
+    def token(self, token, position, *, short) -> Iterator[tuple[int, str, np.ndarray]]:
+        """As Float64.token."""
+        state = abi.State()
+        state.tokens[0], state.positions[0], state.done = token, position, position
+        self.runtime.send(state)
+        plan, d = self.runtime.plans.target_of(1, short=short), self.model.sizes
+        sums = {"qkv": ("qkv_pieces", d.qkv_rows), "o_proj": ("o_pieces", d.hidden), "down": ("down_pieces", d.hidden)}
+        sizes = {buffer.name: buffer.shape for buffer in plan.buffers}
+        for launch in plan.launches:
+            Program(Plan(plan.buffers, (launch,)), self.runtime.addresses).issue(self.runtime.stream)
+            self.runtime.wait()
+            number, label = launch.layer, launch.label
+            if label == "embed":
+                yield number, label, self.read("residual", d.hidden)
+            elif label in sums:  # pieces that no block writes are zeros, as memory was cleared
+                name, width = sums[label]
+                yield number, label, self.read(name, (sizes[name][0], width)).sum(axis=0)
+            elif label == "combine" or (label == "attention" and short):
+                yield number, "k", self.cache(f"layers.{number}.k_pages", position + 1)
+                yield number, "v", self.cache(f"layers.{number}.v_pages", position + 1)
+                yield number, "attended", self.read("attended", d.q_width, np.float16)
+            elif label == "gate_up":
+                yield number, label, self.read("inner", d.inner, np.float16)
+            elif label == "norm":
+                yield number, label, self.read("hidden16", d.hidden, np.float16)
+            elif label == "lm_head":
+                yield number, label, self.read("logits", d.vocab)
+
+
+def differences(float64: Float64, gpu: OnGpu, tokens, *, start=0, short=True) -> Iterator[tuple[str, float]]:
+    """(what, relative error) of everything that a few tokens leave."""
+    for i, token in enumerate(tokens):
+        position = start + i
+        expected, got = float64.token(token, position), gpu.token(token, position, short=short)
+        for (layer, what, values), (other, label, found) in zip(expected, got, strict=True):
+            assert (layer, what) == (other, label)
+            error = float(np.linalg.norm(found - values) / np.linalg.norm(values))
+            yield f"position {position}, layer {layer}: {what}", error
