@@ -10,7 +10,7 @@ from cuq1.cuda.device_engine import DeviceEngine, LoopKind, Options
 from cuq1.cuda.driver import open_device
 from cuq1.cuda.loop import TIMEOUT
 from cuq1.cuda.memory import free_memory, round_up
-from cuq1.cuda.qwen2_weights import Qwen2Layout, qwen2_source
+from cuq1.cuda.qwen2_weights import Qwen2Layout, Qwen2Random, Qwen2Source, qwen2_layout, qwen2_source
 from cuq1.models import loop as loop_plans
 from cuq1.models import qwen2
 from cuq1.models.qwen2_plans import Qwen2Plans
@@ -30,6 +30,7 @@ def _say(text: str) -> None:
 class Qwen2CudaEngine(DeviceEngine):
     """One request at a time on one GPU. A folder's weights are rounded to INT4 as they are loaded, as cuq1.pack does.
 
+    model: opened, or for benchmarks a config alone, or a layout: its weights are then random.
     context: positions that the caches hold; where it is None the model's, or as many as memory holds. loop, timeout,
     progress, defines: as in Options. say(text): is told what is not as one may expect. Raises ConfigError,
     CheckpointError, RequestError for a context that the model does not have, and DeviceError where there is no usable
@@ -38,7 +39,7 @@ class Qwen2CudaEngine(DeviceEngine):
 
     def __init__(
         self,
-        model: Qwen2Model,
+        model: Qwen2Model | Qwen2Config | Qwen2Layout,
         *,
         progress: Callable[[int, int], None] | None = None,
         context: int | None = None,
@@ -49,7 +50,9 @@ class Qwen2CudaEngine(DeviceEngine):
     ) -> None:
         super().__init__()
         options = Options(loop, timeout, progress, defines)
-        source = qwen2_source(packed(model))
+        if isinstance(model, Qwen2Config):
+            model = qwen2_layout(model)
+        source = Qwen2Random(model) if isinstance(model, Qwen2Layout) else qwen2_source(packed(model))
         self.config: Qwen2Config = model.config
         self.default_params = DecodeParams(**vars(model.config.sampling))
         self._take_context(context)
@@ -59,7 +62,7 @@ class Qwen2CudaEngine(DeviceEngine):
             if held < longest:
                 self._take_context(held)
                 say(f"the context is cut from {longest} to {held} positions, which this GPU's free memory holds")
-        if source.packed.rounded:
+        if isinstance(source, Qwen2Source) and source.packed.rounded:
             say(f"{source.packed.where} is rounded to INT4 while it is loaded: pack it once with python -m cuq1.pack")
         resolved = qwen2.resolve(self.config, source.layout, capacity=self.context)
         self._start(resolved, source, default_rule(), options)

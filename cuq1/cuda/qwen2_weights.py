@@ -40,6 +40,14 @@ class Qwen2Source:
     packed: Packed
 
 
+@dataclass(frozen=True)
+class Qwen2Random:
+    """A layout that random weights fill, for benchmarks at sizes of which there is no checkpoint at hand."""
+
+    layout: Qwen2Layout
+    seed: int = 0
+
+
 def qwen2_source(packed: Packed) -> Qwen2Source:
     """Raises ConfigError where the model's sizes have no kernels."""
     return Qwen2Source(qwen2_layout(packed.config, int4_head=packed.int4_head), packed)

@@ -18,21 +18,24 @@ from cuq1.cuda.launch import launch
 from cuq1.cuda.memory import copy_in
 from cuq1.cuda.module import Function, build
 from cuq1.cuda.qwen2_load import load_qwen2
-from cuq1.cuda.qwen2_weights import Qwen2Layout, Qwen2Source
+from cuq1.cuda.qwen2_weights import Qwen2Layout, Qwen2Random, Qwen2Source
 from cuq1.cuda.weights import LayerLayout, Layout, RankWeights
 from cuq1.cuda.weights_load import NO_REPORT, PIECE_BYTES, Bytes, Fold, Piece, Progress, fold_of, load
 from cuq1.cuda.weights_random import FILL_E4M3, FILL_F32, Fill, fills, qwen2_fills
 from cuq1.plan.kernel import Kernel
 
-Source = RankWeights | Qwen2Source
+Source = RankWeights | Qwen2Source | Qwen2Random
 
 
 def load_weights(weights: Source, address: int, stream: int, progress: Progress | None = None) -> None:
-    """Fill the arena at `address`, weights.layout.nbytes on the GPU, from a checkpoint; returns when all is there.
+    """Fill the arena at `address`, weights.layout.nbytes on the GPU, from its source; returns when all is there.
 
     stream: a CUstream. Raises CheckpointError, naming the tensor, for values that are not finite or do not fit, and
     DeviceError where there is no memory for staging.
     """
+    if isinstance(weights, Qwen2Random):
+        random_weights(weights.layout, address, stream, weights.seed)
+        return
     with DeviceArena(address, stream) as arena:
         if isinstance(weights, Qwen2Source):
             load_qwen2(weights, arena, progress)
