@@ -23,6 +23,16 @@ def turned(x, position, frequencies):
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
+def scores(qkv, bias, position, frequencies, keys):
+    """q.k / sqrt(dim) float64 [kv_heads, group, position + 1] of the token's queries: see `attention`."""
+    kv_heads, _, dim = keys.shape
+    heads = (qkv + bias.astype(np.float64)).reshape(-1, dim)
+    count = len(heads) - 2 * kv_heads
+    q = turned(heads[:count], position, frequencies).reshape(kv_heads, -1, dim)
+    k = turned(heads[count : count + kv_heads], position, frequencies).astype(np.float16)
+    return q @ np.concatenate([keys, k[:, None]], axis=1).astype(np.float64).swapaxes(1, 2) / np.sqrt(dim)
+
+
 def attention(qkv, bias, position, frequencies, keys, values):
     """attended float64 [q_heads * dim] of the token at `position`, and its k and v float16 [kv_heads, dim].
 
@@ -32,13 +42,9 @@ def attention(qkv, bias, position, frequencies, keys, values):
     kv_heads, _, dim = keys.shape
     heads = (qkv + bias.astype(np.float64)).reshape(-1, dim)
     count = len(heads) - 2 * kv_heads
-    q = turned(heads[:count], position, frequencies)
     k = turned(heads[count : count + kv_heads], position, frequencies).astype(np.float16)
     v = heads[count + kv_heads :].astype(np.float16)
-    out = np.empty((kv_heads, count // kv_heads, dim))
-    for head, queries in enumerate(q.reshape(out.shape)):
-        scores = queries @ np.vstack([keys[head], k[head : head + 1]]).astype(np.float64).T / np.sqrt(dim)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        seen = np.vstack([values[head], v[head : head + 1]]).astype(np.float64)
-        out[head] = weights @ seen / weights.sum(axis=1, keepdims=True)
-    return out.ravel(), k, v
+    s = scores(qkv, bias, position, frequencies, keys)
+    weights = np.exp(s - s.max(axis=2, keepdims=True))
+    out = weights @ np.concatenate([values, v[:, None]], axis=1).astype(np.float64)
+    return (out / weights.sum(axis=2, keepdims=True)).ravel(), k, v
