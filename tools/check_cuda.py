@@ -25,6 +25,7 @@ from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MAX_DRAFTS, DecodeParams
 from tools.acceptance import Judged, judge, rates, rounds_of, variations
 from tools.bench import NANO, ROOT, append_row, at_least_one, nano
+from tools.near_ties import compared, decoded
 
 F32 = NDArray[np.float32]
 _worker: Engine | None = None
@@ -56,54 +57,15 @@ def check_greedy(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Sequences against the reference's choices after the same tokens.
 
     Where they differ, the gap between the reference's two candidates is held against the error of the engine's logits
-    in that very row, computed again as the request did it: its prompt by the prefill kernels, all later tokens by the
-    decode kernels. Rows come in other groups then, so that last bits, and with them a close choice, can differ
-    (`cuda_again`).
+    in that very row, computed again as the request did it (tools/near_ties.py). Rows come in other groups then, so
+    that last bits, and with them a close choice, can differ (`again`).
     """
     assert isinstance(engine, CudaEngine)
     prompts = nano()[2](options.prompts, 11)
     params = DecodeParams(temperature=0, max_tokens=options.tokens, draft=options.draft)
-    sequences = []
-    for ids in prompts:
-        engine.prefill(ids)
-        sequences.append([*ids, *(token for step in engine.decode(params) for token in step)])
+    sequences = decoded(engine, prompts, params)
     expected = on_cpu(_cpu_score, [sequence[:-1] for sequence in sequences], options.jobs)
-    places, failed = [], 0
-    for number, (ids, sequence, reference) in enumerate(zip(prompts, sequences, expected, strict=True)):
-        differing = [at for at in range(len(ids), len(sequence)) if int(reference[at - 1].argmax()) != sequence[at]]
-        if not differing:
-            continue
-        again = deciding_rows(engine, ids, sequence)
-        for position in differing:
-            row, ours = reference[position - 1], again[position - len(ids)]
-            best, chosen = int(row.argmax()), sequence[position]
-            place = {
-                "prompt": number,
-                "position": position,
-                "gap": float(row[best] - row[chosen]),
-                "error": float(np.abs(ours - row).max()),
-                "cpu": best,
-                "cuda": chosen,
-                "cuda_again": int(ours.argmax()),
-            }
-            failed += place["gap"] > 2 * place["error"]
-            places.append(place)
-    return {
-        "prompts": len(prompts),
-        "tokens": sum(len(s) - len(i) for s, i in zip(sequences, prompts, strict=True)),
-        "places": places,
-        "failed": failed,
-    }
-
-
-def deciding_rows(engine: CudaEngine, ids: Sequence[int], sequence: Sequence[int]) -> F32:
-    """Logits [len(sequence) - len(ids), vocab] from which a request with the prompt `ids` chose its tokens."""
-    first = engine.score(ids)[-1:]
-    engine.rewind(0)
-    engine.prefill(ids)
-    rest = sequence[len(ids) : -1]
-    passes = [engine.verified_rows(rest[i : i + 8], len(ids) + i) for i in range(0, len(rest), 8)]
-    return np.concatenate([first, *passes])
+    return compared(engine, prompts, sequences, expected).report()
 
 
 def check_score(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
