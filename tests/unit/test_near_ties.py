@@ -19,7 +19,7 @@ from tools.near_ties import Comparison, Place
 class Rounded(Qwen2Engine):
     """The reference with a relative error of each row of logits, as a GPU's: the same wherever the row is computed.
 
-    wrong: the answer's third token is another.
+    wrong: every third position has another token. Rows that are verified are kept, as in caches.
     """
 
     error, wrong = 0.0, False
@@ -39,18 +39,6 @@ class Rounded(Qwen2Engine):
 
     def score(self, ids):
         return np.stack([self._blurred(row, i + 1) for i, row in enumerate(super().score(ids))])
-
-    def verified_rows(self, rows, start):
-        return (
-            self.score([*self.tokens[:start], *rows])[-len(rows) :] if start <= len(self.tokens) else self._more(rows)
-        )
-
-    def _more(self, rows):
-        raise AssertionError("rows that no prompt precedes")
-
-
-class Growing(Rounded):
-    """Rows are kept as the decode kernels keep them in the caches."""
 
     def prefill(self, ids, **more):
         self._fed = list(ids)
@@ -77,7 +65,7 @@ def run(file, monkeypatch, capsys):
 
         def opened(model, device, *, context):
             assert device == "cuda"
-            engine = Growing(model, context=context)
+            engine = Rounded(model, context=context)
             engine.error, engine.wrong = error, wrong
             return engine
 
