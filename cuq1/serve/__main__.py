@@ -137,7 +137,8 @@ def _name(options: argparse.Namespace) -> str:
 def _run(argv: Sequence[str] | None) -> int:
     begun = time.monotonic()
     options = _arguments(argv)
-    model = Description.open(NANO if options.model is None else Path(options.model))
+    path = NANO if options.model is None else Path(options.model)
+    model = Description.open(path)
     name = _name(options)
     if options.context is not None and options.context > model.context:
         raise RequestError(f"--context {options.context} is above the model's {model.context}: lower it")
@@ -151,7 +152,7 @@ def _run(argv: Sequence[str] | None) -> int:
         hosts=(*Settings().hosts, options.host),
     )
     with bind(options.host, options.port) as listener:
-        return serve(options, model, name, settings, listener, begun)
+        return serve(options, model, path, name, settings, listener, begun)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -10,14 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 
 from cuq1.description import Description
-from cuq1.engine import Device, Engine, check_qwen2, has_gpus, open_engine, usable_gpu
+from cuq1.engine import Device, check_qwen2, has_gpus, usable_gpu
 from cuq1.errors import RequestError
 from cuq1.serve.app import create_app
 from cuq1.serve.log import log, to_stderr
+from cuq1.serve.remote import EngineOptions, RemoteEngine
 from cuq1.serve.request import ApiError
 from cuq1.serve.service import EngineService
 from cuq1.serve.settings import Settings
@@ -29,6 +30,7 @@ FORCE_SECONDS = 5.0  # from the end of the drain to the end of connections that 
 def serve(
     options: argparse.Namespace,
     model: Description,
+    model_path: Path,
     name: str,
     settings: Settings,
     listener: socket.socket,
@@ -38,15 +40,14 @@ def serve(
     to_stderr()
     device = pick_device(options, model)
     log.info("loading %s on %s", name, device)
-    open_one = partial(
-        open_engine,
-        model.source,
-        device,
-        options.tp,
-        progress=Progress(),
+    engine_options = EngineOptions(
+        model=str(model_path),
+        device=device,
+        tp=options.tp,
         activations=options.activations,
         context=options.context,
     )
+    open_one = partial(RemoteEngine, engine_options, Progress())
     service = EngineService(
         open_one,
         model.text,
@@ -59,9 +60,17 @@ def serve(
         changed=_note,
     )
     service.start()
+    engine = service.engine
+    assert isinstance(engine, RemoteEngine)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    log.info("model %s, device %s, %s, context %d", name, device, memory(service.engine), service.context)
+    log.info(
+        "model %s, device %s, memory %.2f GiB, context %d",
+        name,
+        device if options.tp == 1 else f"{options.tp} x {device}",
+        engine.memory / 2**30,
+        service.context,
+    )
     config = uvicorn.Config(
         create_app(service, settings),
         log_config=None,
@@ -93,19 +102,6 @@ def pick_device(options: argparse.Namespace, model: Description) -> Device:
     if not found and options.activations != "f16":
         raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
     return "cuda" if found else "cpu"
-
-
-def memory(engine: Engine) -> str:
-    """What the engine takes: of the device where it says so, else of this process."""
-    parts = getattr(engine, "memory", None)
-    if isinstance(parts, dict):
-        return f"device memory {sum(parts.values()) / 2**30:.2f} GiB"
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-            pages = int(file.read().split()[1])
-    except OSError:
-        return "memory unknown"
-    return f"memory {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB"
 
 
 class Progress:

@@ -1,0 +1,134 @@
+"""The engine in a process of its own: the same answers, the same errors, and what happens when the process dies."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from cuq1.engine import open_engine
+from cuq1.errors import DeviceError, RequestError
+from cuq1.sampling import DecodeParams
+from cuq1.serve.remote import EngineOptions, RemoteEngine
+from tests.paths import NANO
+
+PROMPT = [5, 9, 200, 301, 77, 12]
+
+
+@pytest.fixture(scope="module")
+def own():
+    with open_engine(NANO, "cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def remote():
+    seen = []
+    with RemoteEngine(EngineOptions(str(NANO), "cpu"), lambda done, total: seen.append((done, total))) as engine:
+        assert seen[-1][0] == seen[-1][1] > 0
+        yield engine
+    assert engine.process.returncode == 0
+
+
+def rounds(engine, seed, mask=None):
+    engine.prefill(PROMPT)
+    stream = engine.decode(DecodeParams(seed=seed, max_tokens=40, logprobs=2), mask=mask)
+    return list(stream), stream.finish_reason, stream.seed, engine.tokens
+
+
+class Even:
+    """A mask that allows even tokens, and notes what it is told."""
+
+    def __init__(self, vocab):
+        self._allowed = np.arange(vocab) % 2 == 0
+        self.told = []
+
+    def allowed(self):
+        return self._allowed
+
+    def push(self, token):
+        self.told.append(token)
+
+    def pop(self, count):
+        del self.told[-count:]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_answers_as_an_engine_in_this_process(own, remote, seed):
+    assert (remote.vocab_size, remote.context) == (own.vocab_size, own.context)
+    assert remote.default_params == own.default_params
+    assert remote.memory > 1 << 20
+    expected = rounds(own, seed)
+    assert rounds(remote, seed) == expected
+    assert rounds(remote, seed + 1) != expected
+    assert np.array_equal(remote.score(PROMPT), own.score(PROMPT))
+    assert remote.prefill([*PROMPT, 3]) == own.prefill([*PROMPT, 3])
+
+
+def test_its_mask_stays_here(own, remote):
+    masks = Even(own.vocab_size), Even(own.vocab_size)
+    expected = rounds(own, 3, masks[0])
+    assert rounds(remote, 3, masks[1]) == expected
+    assert masks[0].told == masks[1].told
+    assert all(token % 2 == 0 for token in remote.tokens[len(PROMPT) :])
+    assert any(token % 2 for token in rounds(remote, 3)[3][len(PROMPT) :])
+
+
+def test_a_mask_that_gives_up_is_the_requests_fault(remote):
+    class Lost(Even):
+        def allowed(self):
+            raise RequestError("the grammar is lost")
+
+    with pytest.raises(RequestError, match="the grammar is lost"):
+        rounds(remote, 1, Lost(remote.vocab_size))
+    assert rounds(remote, 1)[1] is not None
+
+
+def test_a_request_can_be_left_and_is_superseded(own, remote):
+    for engine in (own, remote):
+        engine.prefill(PROMPT)
+        stream = engine.decode(DecodeParams(seed=1, max_tokens=40))
+        next(stream)
+        stream.close()
+        assert list(stream) == []
+    assert remote.tokens == own.tokens
+    stream = remote.decode(DecodeParams(seed=1, max_tokens=40))
+    next(stream)
+    remote.prefill(PROMPT)
+    with pytest.raises(RequestError):
+        next(stream)
+    assert rounds(remote, 4) == rounds(own, 4)
+
+
+def test_errors_come_as_what_they_are(remote):
+    with pytest.raises(RequestError, match="empty"):
+        remote.prefill([])
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        remote.prefill([10**6])
+
+
+def test_what_cannot_be_opened_says_why(tmp_path):
+    with pytest.raises(Exception, match=r"config\.json"):
+        RemoteEngine(EngineOptions(str(tmp_path), "cpu"))
+
+
+def test_a_process_that_dies_is_a_device_that_failed():
+    engine = RemoteEngine(EngineOptions(str(NANO), "cpu"))
+    engine.prefill(PROMPT)
+    stream = engine.decode(DecodeParams(seed=1))
+    next(stream)
+    os.kill(engine.process.pid, signal.SIGKILL)
+    with pytest.raises(DeviceError, match="ended with status -9"):
+        list(stream)
+    engine.close()
+
+
+def test_it_ends_with_the_server_and_not_by_signals():
+    engine = RemoteEngine(EngineOptions(str(NANO), "cpu"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine.process.pid, number)
+    time.sleep(0.1)
+    assert engine.prefill(PROMPT) == 0
+    engine._connection.close()  # as when the server is killed
+    assert engine.process.wait(20) == 0
