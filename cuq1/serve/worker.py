@@ -185,8 +185,9 @@ class Worker:
                 engine.close()
 
     def _set(self, state: State) -> None:
-        self.state = state
-        self._changed(state)
+        if state != self.state:
+            self.state = state
+            self._changed(state)
 
     def _next(self) -> Job | None:
         """The next job that somebody wants; None at the end."""

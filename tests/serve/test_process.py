@@ -1,0 +1,265 @@
+"""The server as a process: what it refuses, what it says, how it stops, and what it does when its engine dies."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.paths import ROOT
+from tests.serve.running import LIMIT, Process, wait_for
+
+KEY = "sk-very-secret-key-0123456789"
+SECRET_WORDS = "the purple armadillo hides underneath"
+# an answer that does not end by itself for a long while
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 9000}
+ENDLESS = {
+    "stream": True,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}},
+    "max_tokens": 10000,
+}
+
+
+def chat(url, text=SECRET_WORDS, headers=None, **options):
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "seed": 1} | options
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers or {}, timeout=LIMIT)
+
+
+def refused(*options, env=None):
+    """The one line that a command line is refused with."""
+    environment = {k: v for k, v in os.environ.items() if k != "CUQ1_API_KEY"} | (env or {})
+    command = [sys.executable, "-m", "cuq1.serve", "--port", "0", *options]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("cuq1.serve: ")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_other_machines_are_let_in_with_a_key_alone():
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert "--api-key" in refused("--host", host)
+    with Process("--host", "0.0.0.0", key=KEY) as server:
+        assert httpx.get(re.sub(r"//.*:", "//127.0.0.1:", server.url) + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--max-queue", "-1"], "--max-queue"),
+        (["--context", "1"], "--context"),
+        (["--context", "100000"], "65536"),
+        (["--api-key", ""], "key"),
+        (["--api-key", "two words "], "key"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--tp", "7"], "7"),
+        (["--host", "no.such.host.invalid"], "--host"),
+        (["--drain", "nan"], "--drain"),
+        (["--colour", "red"], "--colour"),
+    ],
+)
+def test_bad_options_are_one_sentence(options, word):
+    assert word in refused(*options)
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert "--port" in refused("--port", str(other.getsockname()[1]))
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with Process("--max-body", "1", key=KEY) as server:
+        yield server
+
+
+def test_the_start_is_told(guarded):
+    for word in (
+        "loading layers: 6/6",
+        "iquest-q1-nano",
+        "device cpu",
+        "GiB",
+        "context 65536",
+        "ready: http://127.0.0.1:",
+    ):
+        assert word in guarded.log
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"x-api-key": KEY[:-1]}, {"Authorization": KEY}]
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/metrics", "/v1/models", "/x"]
+)
+def test_a_wrong_key(guarded, headers, path):
+    response = httpx.post(guarded.url + path, json={"secret": SECRET_WORDS}, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Authorization": f"Bearer {KEY}"}, {"X-Api-Key": KEY}, {"authorization": f"bearer  {KEY}"}]
+)
+def test_the_right_key(guarded, headers):
+    assert chat(guarded.url, headers=headers).status_code == 200
+    assert httpx.get(guarded.url + "/v1/models?beta=true", headers=headers).status_code == 200
+
+
+def test_what_needs_no_key(guarded):
+    for path in ("/", "/health", "/openapi.json"):
+        assert httpx.get(guarded.url + path).status_code == 200
+    assert httpx.head(guarded.url).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(guarded, chunked):
+    text = json.dumps({"messages": [{"role": "user", "content": "x" * (2 << 20)}]}).encode()
+    content = (text[i : i + 65536] for i in range(0, len(text), 65536)) if chunked else text
+    with httpx.Client() as client:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            content = (text[i : i + 65536] for i in range(0, len(text), 65536)) if chunked else text
+            try:
+                response = client.post(guarded.url + path, content=content, headers={"x-api-key": KEY})
+            except httpx.WriteError:
+                continue  # the connection was closed while the body was still under way
+            assert response.status_code == 413
+    assert chat(guarded.url, "x" * 1000, {"x-api-key": KEY}).status_code == 200  # and one that is not
+
+
+def test_the_log_tells_numbers_and_no_words(guarded):
+    headers = {"x-api-key": KEY}
+    assert chat(guarded.url, headers=headers).status_code == 200
+    assert chat(guarded.url, headers=headers, n=SECRET_WORDS).status_code == 400
+    httpx.get(f"{guarded.url}/{SECRET_WORDS}?key={KEY}", headers=headers)
+    with httpx.stream(
+        "POST", f"{guarded.url}/v1/completions", json={"prompt": SECRET_WORDS} | ENDLESS, headers=headers
+    ):
+        pass
+    wait_for(lambda: "POST /v1/completions" in guarded.log)
+    line = next(line for line in reversed(guarded.log.splitlines()) if "/v1/chat/completions 200" in line)
+    for word in ("prompt=", "cached=", "completion=8", "first=", "tok/s", "accepted=", "end=length"):
+        assert word in line
+    assert "GET other 404" in guarded.log
+    for secret in (KEY, SECRET_WORDS, *SECRET_WORDS.split()[1:3]):
+        assert secret not in guarded.log
+
+
+def test_other_sites_pages_are_not_served():
+    with Process() as server:
+        assert chat(server.url).status_code == 200
+        assert chat(server.url, headers={"Origin": server.url}).status_code == 200
+        assert chat(server.url, headers={"Origin": "http://evil.example"}).status_code == 403
+        assert chat(server.url, headers={"Host": "evil.example"}).status_code == 403
+        for host in ("[", "a:b:c", ""):
+            assert chat(server.url, headers={"Host": host}).status_code in (400, 403)
+
+
+def takes_nothing(url):
+    """Whether the port is closed. Until it is, requests have to be refused."""
+    try:
+        response = chat(url)
+    except httpx.TransportError:
+        return True
+    assert response.status_code == 503
+    assert "Retry-After" in response.headers
+    return False
+
+
+def test_it_drains_and_ends():
+    with Process("--served-model-name", "a model", "--max-queue", "3") as server:
+        texts, threads = {}, []
+
+        def stream(index):
+            body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS | {"max_tokens": 200}
+            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
+                texts[index] = response.read().decode()
+
+        for index in range(3):
+            threads.append(threading.Thread(target=stream, args=(index,)))
+            threads[-1].start()
+        health = {"running": 0}
+        wait_for(lambda: health.update(httpx.get(f"{server.url}/health").json()) or health["waiting"] == 2)
+        with httpx.Client() as client:  # a connection that stands already
+            assert client.get(f"{server.url}/health").json()["model"] == "a model"
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "stopping" in server.log)
+        wait_for(lambda: takes_nothing(server.url))
+        for thread in threads:
+            thread.join(LIMIT)
+        assert server.wait() == 0
+        assert len(texts) == 3
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts.values())
+
+
+def test_a_second_signal_ends_what_runs():
+    with Process() as server:
+        body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "stopping" in server.log)
+            begun = time.monotonic()
+            server.process.send_signal(signal.SIGINT)
+            said = "".join(response.iter_text())
+        assert "shutting down" in said
+        assert server.wait() == 0
+        assert time.monotonic() - begun < 15
+
+
+def engine_process(server):
+    """The child of the server's process: whichever of its threads has started it."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return max(int(child) for task in tasks for child in (task / "children").read_text().split())
+
+
+def test_a_dead_engine_is_started_again_once():
+    with Process("--max-queue", "5") as server:
+
+        def health():
+            return httpx.get(f"{server.url}/health").status_code
+
+        expected = chat(server.url).json()["choices"]
+        first = engine_process(server)
+        answers = []
+        body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS
+
+        def ask(stream):
+            answers.append(
+                httpx.post(f"{server.url}/v1/chat/completions", json=body | {"stream": stream}, timeout=LIMIT)
+            )
+
+        threads = [threading.Thread(target=ask, args=(index % 2 == 0,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: httpx.get(f"{server.url}/health").json()["waiting"] == 2)
+        os.kill(first, signal.SIGKILL)
+        for thread in threads:
+            thread.join(LIMIT)
+        assert len(answers) == 3
+        for answer in answers:
+            assert "engine failed" in answer.text
+            assert answer.status_code == 500 or answer.headers["content-type"].startswith("text/event-stream")
+        wait_for(lambda: health() == 200)
+        assert chat(server.url).json()["choices"] == expected
+        assert "cuq1_engine_restarts_total 1.0" in httpx.get(f"{server.url}/metrics").text
+        os.kill(engine_process(server), signal.SIGKILL)
+        assert chat(server.url).status_code == 500
+        wait_for(lambda: health() == 503)
+        assert chat(server.url).status_code == 503
+        assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
+        assert "engine restarting" in server.log
+        assert "engine failed" in server.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
