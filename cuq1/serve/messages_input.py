@@ -19,13 +19,11 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # A line that Claude Code puts before its system text, other in every request: no prompt with it would have a prefix.
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 # Blocks about tools that run at the provider, and marks for its context management: there is nothing in them to read.
-_LEFT_OUT = frozenset(
-    {
-        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
-        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "mcp_tool_use"),
-        *("mcp_tool_result", "tool_search_tool_result", "container_upload", "redacted_thinking", "compaction"),
-        "fallback",
-    }
+_LEFT_OUT = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "mcp_tool_use"),
+    *("mcp_tool_result", "tool_search_tool_result", "container_upload", "redacted_thinking", "compaction"),
+    "fallback",
 )
 
 

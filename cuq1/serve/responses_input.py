@@ -28,12 +28,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ROLES = ("system", "developer", "user", "assistant")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Items of tools that this server doesn't have: what they say of themselves is for whoever ran them.
-LEFT_OUT = frozenset(
-    {
-        *("web_search_call", "file_search_call", "computer_call", "image_generation_call", "code_interpreter_call"),
-        *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call", "tool_search_call"),
-        *("tool_search_output", "compaction", "compaction_summary", "context_compaction", "ghost_snapshot", "other"),
-    }
+LEFT_OUT = (
+    *("web_search_call", "file_search_call", "computer_call", "image_generation_call", "code_interpreter_call"),
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call", "tool_search_call"),
+    *("tool_search_output", "compaction", "compaction_summary", "context_compaction", "ghost_snapshot", "other"),
 )
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, or both
 ENVELOPE = "cuq1:"  # of reasoning in `encrypted_content`, which clients send back as it is
