@@ -29,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) qwen2_gate_up(const __g
     const Entry<Q_HEADS * HEAD_SIZE, O_PIECES> entry(a.norm);
     pdl_wait();  // residual and pieces
     if (TRIGGER == AFTER_WAIT) pdl_trigger();
-    entry.enter(a.residual, a.pieces, a.residual_out, memory + TOKEN, scratch);
-    stream.multiply(shared, memory + TOKEN, a.fault, KERNEL_GATE_UP, a.layer);
+    entry.enter(a.residual, a.pieces, a.residual_out, memory + TOKEN_AT, scratch);
+    stream.multiply(shared, memory + TOKEN_AT, a.fault, KERNEL_GATE_UP, a.layer);
     __syncthreads();  // every warp's sums are there
     for (int i = threadIdx.x; i < tiles.units * TILE_COLUMNS; i += THREADS) {
         const int tile = tiles.first + i / TILE_COLUMNS, column = i % TILE_COLUMNS;

@@ -26,9 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_lm_head(const __g
     __syncthreads();  // the token's barrier exists for all
     pdl_wait();       // normed
     if (TRIGGER == AFTER_WAIT) pdl_trigger();
-    fetch_token<HIDDEN>(memory + TOKEN, a.normed, &shared.token);
-    barrier_wait(&shared.token, 0, a.fault, KERNEL_LM_HEAD, a.layer);
-    stream.multiply(shared, memory + TOKEN, a.fault, KERNEL_LM_HEAD, a.layer);
+    take_token<HIDDEN>(memory + TOKEN_AT, a.normed, &shared.token, a.fault, KERNEL_LM_HEAD, a.layer);
+    stream.multiply(shared, memory + TOKEN_AT, a.fault, KERNEL_LM_HEAD, a.layer);
     __syncthreads();  // every warp's sums are there
     for (int i = threadIdx.x; i < tiles.units * TILE_ROWS; i += THREADS) {
         const int tile = tiles.first + i / TILE_ROWS, row = i % TILE_ROWS;

@@ -26,9 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) ENTRY(const __grid_cons
     __syncthreads();  // the token's barrier exists for all
     pdl_wait();       // `in`
     if (TRIGGER == AFTER_WAIT) pdl_trigger();
-    fetch_token<INPUTS>(memory + TOKEN, a.in, &shared.token);
-    barrier_wait(&shared.token, 0, a.fault, KERNEL, a.layer);
-    stream.multiply(shared, memory + TOKEN, a.fault, KERNEL, a.layer);
+    take_token<INPUTS>(memory + TOKEN_AT, a.in, &shared.token, a.fault, KERNEL, a.layer);
+    stream.multiply(shared, memory + TOKEN_AT, a.fault, KERNEL, a.layer);
     __syncthreads();  // every warp's sums are there
     Tiles::store<ProjectionStream>(shared, block, a.scale, a.out, a.fault, KERNEL, a.layer);
 }

@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) qwen2_qkv(const __grid_
     const Entry<INNER, DOWN_PIECES> entry(a.norm);
     pdl_wait();  // residual and pieces
     if (TRIGGER == AFTER_WAIT) pdl_trigger();
-    entry.enter(a.residual, a.pieces, a.residual_out, memory + TOKEN, scratch);
-    stream.multiply(shared, memory + TOKEN, a.fault, KERNEL_QKV, a.layer);
+    entry.enter(a.residual, a.pieces, a.residual_out, memory + TOKEN_AT, scratch);
+    stream.multiply(shared, memory + TOKEN_AT, a.fault, KERNEL_QKV, a.layer);
     __syncthreads();  // every warp's sums are there
     Tiles::store<QkvStream>(shared, block, 1.0f, a.out, a.fault, KERNEL_QKV, a.layer);
 }

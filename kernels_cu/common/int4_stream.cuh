@@ -6,8 +6,12 @@
 // So the rings fill before pdl_wait(), at the speed of WARPS issuing lanes, and hold what memory delivers while the
 // predecessor ends and the token comes in.
 //
-// Includers define WARPS, STAGE_UNITS (of a copy), STAGES (of a warp's ring) and TRIGGER (see below).
+// Includers define WARPS, STAGE_UNITS (of a copy), STAGES (of a warp's ring), TRIGGER (see below) and TOKEN, what the token
+// is multiplied as: Halves or Digits.
 #pragma once
+#ifndef REFILL
+#define REFILL 0
+#endif
 #include "common/copy.cuh"
 #include "common/int4.cuh"
 #include "common/pdl.cuh"
@@ -16,7 +20,7 @@
 constexpr int THREADS = WARPS * WARP;
 constexpr int STAGE_BYTES = STAGE_UNITS * UNIT_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int TOKEN = WARPS * RING_BYTES;  // where the token begins in dynamic shared memory, behind the rings
+constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynamic shared memory, behind the rings
 
 // When the successor's prologue may begin.
 constexpr int AT_ONCE = 0;       // beside the predecessor
@@ -26,6 +30,11 @@ constexpr int AFTER_COPIES = 2;  // when warp 0 has sent its last copy
 struct Run {
     int first, units;
 };
+
+template <typename A, typename B>
+constexpr bool same = false;
+template <typename A>
+constexpr bool same<A, A> = true;
 
 // Part `part` of `parts` equal ones.
 __device__ __forceinline__ Run part_of(Run run, int part, int parts) {
@@ -79,7 +88,7 @@ struct Stream {
     }
 
     // The run times the token [padded(K)], into the warp's sums.
-    template <typename Token = Halves>
+    template <typename Token = TOKEN>
     __device__ __forceinline__ void multiply(Shared& shared, const uint8_t* token, Fault* fault, int kernel, int layer) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         float* sums = &shared.sums[warp][0][g];
@@ -106,23 +115,31 @@ struct Stream {
                 scale[u][0] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g];
                 scale[u][1] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g + 8];
             }
-            reads_before_copies();
-            __syncwarp();  // every lane has its part before the place is given back
-            if (left > STAGES * STAGE_UNITS) {
-                if (lane == 0) copy(stage + STAGES, slot);
-                if (TRIGGER == AFTER_COPIES && warp == 0 && left <= (STAGES + 1) * STAGE_UNITS) pdl_trigger();
-            }
-            if (++slot == STAGES) slot = 0, parity ^= 1;
+            const auto refill = [&]() {
+                if (left > STAGES * STAGE_UNITS) {
+                    if (REFILL <= 1) reads_before_copies();
+                    __syncwarp();  // every lane has its part before the place is given back
+                    if (lane == 0) copy(stage + STAGES, slot);
+                    if (TRIGGER == AFTER_COPIES && warp == 0 && left <= (STAGES + 1) * STAGE_UNITS) pdl_trigger();
+                }
+                if (++slot == STAGES) slot = 0, parity ^= 1;
+            };
+            if (REFILL == 0 || REFILL == 3) refill();
+            float2 c[STAGE_UNITS];
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
-                const float2 c = Token::times(w[u], token + group * Token::GROUP_BYTES, t);
-                if (u < left) {
-                    low += f16_to_float(scale[u][0]) * c.x;
-                    high += f16_to_float(scale[u][1]) * c.y;
-                    if (++group == GROUPS) {
-                        group = 0;
-                        flush();
-                    }
+                const int of = group + u < GROUPS ? group + u : (group + u - GROUPS) % GROUPS;
+                c[u] = Token::times(w[u], token + of * Token::GROUP_BYTES, lane);
+            }
+            if (REFILL == 1 || REFILL == 2) refill();
+#pragma unroll
+            for (int u = 0; u < STAGE_UNITS; ++u) {
+                if (u >= left) break;
+                low += f16_to_float(scale[u][0]) * c[u].x;
+                high += f16_to_float(scale[u][1]) * c[u].y;
+                if (++group == GROUPS) {
+                    group = 0;
+                    flush();
                 }
             }
         }
@@ -141,14 +158,41 @@ struct Stream {
     }
 };
 
-// The token [padded(K)] into shared memory, a part from each warp; `arrived` completes with WARPS arrivals.
-template <int K, typename Token = Halves>
-__device__ __forceinline__ void fetch_token(uint8_t* token, const void* from, uint64_t* arrived) {
+// Bytes of the token [padded(K)] from global into shared memory, a part from each warp; `arrived` completes with WARPS
+// arrivals.
+template <int K, typename Token>
+__device__ __forceinline__ void copy_token(uint8_t* token, const void* from, uint64_t* arrived) {
     if (threadIdx.x % WARP != 0) return;
     const Run part = part_of(Run{0, padded(K) / GROUP_SIZE}, threadIdx.x / WARP, WARPS);
     const int first = part.first * Token::GROUP_BYTES, bytes = part.units * Token::GROUP_BYTES;
     barrier_expect(arrived, bytes);
     if (bytes > 0) bulk_load(token + first, static_cast<const uint8_t*>(from) + first, bytes, arrived);
+}
+
+// Halves [padded(K)] that the predecessor wrote, as the token in shared memory. The whole block; all of it is there then.
+template <int K>
+__device__ __forceinline__ void take_token(uint8_t* token, const f16* from, uint64_t* arrived, Fault* fault, int kernel,
+                                           int layer) {
+    if constexpr (same<TOKEN, Halves>) {
+        copy_token<K, Halves>(token, from, arrived);
+        barrier_wait(arrived, 0, fault, kernel, layer);
+    } else {
+        constexpr int EIGHTS = (padded(K) / 8 + THREADS - 1) / THREADS;  // that a thread has
+        uint4 x[EIGHTS];
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const int column = (i * THREADS + int(threadIdx.x)) * 8;
+            x[i] = column < padded(K) ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const int column = (i * THREADS + int(threadIdx.x)) * 8;
+            const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
+            const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+            TOKEN::store(token, column, eight, column < padded(K));
+        }
+        __syncthreads();  // all of the token is there
+    }
 }
 
 // Of a matrix [R][K], split as Pieces has it: every block a run of units, as long as any other's.

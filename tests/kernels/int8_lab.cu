@@ -15,8 +15,8 @@ struct Codes {
         sum = __dp4a(int(word & 0xf0f0f0f0u), odd, sum);
     }
 
-    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int t) {
-        const int4* const x = reinterpret_cast<const int4*>(group) + 2 * t;
+    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
+        const int4* const x = reinterpret_cast<const int4*>(group) + 2 * (lane % 4);
         const float scale = *reinterpret_cast<const float*>(group + GROUP_SIZE);
         int low = 0, high = 0;
 #pragma unroll
@@ -81,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) int8_projection(const _
     __syncthreads();  // the token's barrier exists for all
     pdl_wait();       // `in`
     if (TRIGGER == AFTER_WAIT) pdl_trigger();
-    fetch_token<INPUTS, Codes>(memory + TOKEN, a.in, &shared.token);
+    copy_token<INPUTS, Codes>(memory + TOKEN_AT, a.in, &shared.token);
     barrier_wait(&shared.token, 0, a.fault, KERNEL, a.layer);
-    stream.multiply<Codes>(shared, memory + TOKEN, a.fault, KERNEL, a.layer);
+    stream.multiply<Codes>(shared, memory + TOKEN_AT, a.fault, KERNEL, a.layer);
     __syncthreads();  // every warp's sums are there
     Tiles::store<ProjectionStream>(shared, block, a.scale, a.out, a.fault, KERNEL, a.layer);
 }

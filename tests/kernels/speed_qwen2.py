@@ -1,8 +1,9 @@
 """Times a token's INT4 products over several layers' weights: python3 -m tests.kernels.speed_qwen2 [WORD ...]
 
-Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T,W, which gives a kernel (qkv,
+Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T, which gives a kernel (qkv,
 o_proj, gate_up, down, or all) copies of U units, S of them a warp, trigger T (0 at once, 1 after the wait, 2 after the
-copies) and W warps. Several of these up to a -- are one variant, compared with the kernels as they are.
+copies); and NAME=U,S,T,W,D, W warps and halves (0) or digits (1). Several of these up to a -- are one variant,
+compared with the kernels as they are.
 
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
@@ -202,7 +203,8 @@ def main():
             print(f"{size}: {layers.layer_bytes / 1e6:.1f} MB a layer, {layers.count} layers")
             report(layers, attention)
             for rings in variants([word for word in words if word not in ALL]):
-                print(f"  {' '.join(f'{n}={r.units},{r.stages},{r.trigger},{r.warps}' for n, r in rings.items())}")
+                texts = (f"{n}={r.units},{r.stages},{r.trigger},{r.warps},{int(r.digits)}" for n, r in rings.items())
+                print(f"  {' '.join(texts)}")
                 report(layers, attention, rings, parts=False)
     gpu.close()
 

@@ -18,8 +18,7 @@ from tests.kernels.twins import qwen2_gemv as twin
 from tests.paths import ROOT
 
 SUM_TOLERANCE = 3e-6  # FP32 sums of exact products, of the result's root mean square
-ENTRY_TOLERANCE = 1e-4  # the norm's halves may round otherwise than float64's
-HALF_TOLERANCE = 1e-3
+ENTRY_TOLERANCE = 4e-4  # the norm's halves may round otherwise than float64's
 BIG = 1 << 22  # elements of a matrix whose twin runs in CuPy
 
 pytestmark = pytest.mark.gpu
@@ -57,10 +56,11 @@ class Matrix:
         return self.gpu.array(int4_units([(self.words, self.scales)]))
 
 
-def error(found, expected):
-    """The largest difference, of the result's root mean square."""
+def error(found, expected, allowed=0.0):
+    """The largest difference, of the result's root mean square; each less what is `allowed`."""
     assert np.isfinite(found).all()
-    return np.abs(found.astype(np.float64) - expected).max() / np.sqrt(np.square(expected).mean())
+    scale = np.sqrt(np.square(expected).mean())
+    return (np.abs(found.astype(np.float64) - expected) / scale - allowed).max()
 
 
 def total(found, rows, k):
@@ -114,7 +114,9 @@ def check_gate_up(gpu, dims, rng, patch=None, *, given=True, kernel=None):
     found = inner.get()
     assert not found[dims.inner :].any()
     expected = twin.gate_up(gate.times(normed), up.times(normed))
-    return max(error(out_x.get(), x) * 10, error(found[: dims.inner], expected))
+    rounding = np.abs(expected) / np.sqrt(np.square(expected).mean()) * 2.0**-11
+    assert error(out_x.get(), x) < SUM_TOLERANCE
+    return error(found[: dims.inner], expected, rounding)
 
 
 def check_projection(gpu, dims, rng, name, patch=None, *, scales=None, kernel=None):
@@ -149,10 +151,8 @@ def check_lm_head(gpu, dims, rng, patch=None, *, kernel=None):
 
 def check(gpu, name, dims, rng, patch=None, **more):
     """The kernel's error, of what it may be."""
-    if name == "qkv":
-        return check_qkv(gpu, dims, rng, patch, **more) / ENTRY_TOLERANCE
-    if name == "gate_up":
-        return check_gate_up(gpu, dims, rng, patch, **more) / HALF_TOLERANCE
+    if name in ("qkv", "gate_up"):
+        return (check_qkv if name == "qkv" else check_gate_up)(gpu, dims, rng, patch, **more) / ENTRY_TOLERANCE
     if name == "lm_head":
         return check_lm_head(gpu, dims, rng, patch, **more) / SUM_TOLERANCE
     return check_projection(gpu, dims, rng, name, patch, **more) / SUM_TOLERANCE
@@ -171,8 +171,8 @@ def test_small(gpu, name, size):
 @pytest.mark.parametrize("name", NAMES)
 def test_released(gpu, name, size):
     dims = RELEASED[size]
-    if name == "lm_head" and dims.hidden > 2048:
-        pytest.skip("as wide as gate_up, which is tested, and as high as the small ones")
+    if name == "lm_head" and size != "0.5b":
+        pytest.skip("as wide as gate_up, and as high as the smallest")
     assert check(gpu, name, dims, fresh()) < 1
 
 
@@ -182,12 +182,17 @@ def test_the_first_layer_has_no_pieces(gpu, name):
         assert check(gpu, name, dims, fresh(), given=False) < 1
 
 
-@pytest.mark.parametrize("trigger", [qwen2_gemv.AT_ONCE, qwen2_gemv.AFTER_WAIT, qwen2_gemv.AFTER_COPIES])
-@pytest.mark.parametrize(("units", "stages", "warps"), [(1, 2, 8), (3, 2, 4), (4, 3, 8), (2, 2, 12)])
-def test_other_rings(gpu, units, stages, warps, trigger):
-    ring = qwen2_gemv.Ring(units, stages, trigger, warps)
+@pytest.mark.parametrize(
+    "ring",
+    [
+        qwen2_gemv.Ring(1, 2, qwen2_gemv.AT_ONCE, 8),
+        qwen2_gemv.Ring(3, 2, qwen2_gemv.AFTER_WAIT, 4),
+        qwen2_gemv.Ring(4, 1, qwen2_gemv.AFTER_COPIES, 12),
+    ],
+)
+def test_other_rings(gpu, ring):
     for name in NAMES:
-        for dims in (ODD["odd"], DIMS["14b-tiny"], DIMS["0.5b"]):
+        for dims in (ODD["odd"], DIMS["0.5b"]):
             if name != "lm_head" or dims.vocab < 1000:
                 assert check(gpu, name, dims, fresh(), kernel=getattr(qwen2_gemv, name)(dims, ring)) < 1, name
 
@@ -239,6 +244,17 @@ def test_equal_inputs_give_equal_bits(gpu):
     np.testing.assert_array_equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("size", ["odd", "least", "7b-tiny", "32b", "0.5b"])
+@pytest.mark.parametrize("name", NAMES)
+def test_digits(gpu, name, size):
+    dims, ring = ALL[size], qwen2_gemv.Ring(2, 3, qwen2_gemv.AFTER_WAIT, digits=True)
+    if name == "lm_head" and dims.vocab > 1000:
+        pytest.skip("the same as gate_up")
+    error = check(gpu, name, dims, fresh(), kernel=getattr(qwen2_gemv, name)(dims, ring))
+    print(error)
+    assert error < (30 if name in ("o_proj", "down", "lm_head") else 4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_reported(gpu, name):
     dims, rng = DIMS["0.5b-tiny"], fresh()
@@ -263,9 +279,9 @@ WRONG = {
     "nibbles in each other's place": ("int4", "const uint32_t upper = word >> 8;", "const uint32_t upper = word;"),
     "rows in each other's place": ("int4", "mma_f16(c, a[0], b[0], a[1], b[1]", "mma_f16(c, b[0], a[0], b[1], a[1]"),
     "codes without a sign": ("int4", "LESS = 0x64086408", "LESS = 0x64006400"),
-    "no scale": ("stream", "low += f16_to_float(scale[u][0]) * c.x", "low += c.x"),
-    "a unit left out": ("stream", "if (u < left) {", "if (u < left - (blockIdx.x == 7 && warp == 3)) {"),
-    "a warp's sums left out": ("stream", "if (tile >= tiles.x && tile", "if (w > 0 && tile >= tiles.x && tile"),
+    "no scale": ("stream", "low += f16_to_float(scale[u][0]) * c[u].x", "low += c[u].x"),
+    "a unit left out": ("stream", "if (u >= left) break;", "if (u >= left - (blockIdx.x == 7)) break;"),
+    "a warp's sums left out": ("stream", "if (tile >= tiles.x && tile", "if (w < 7 && tile >= tiles.x && tile"),
     "copies not waited for": ("stream", "            barrier_wait(&full[slot], parity, fault, kernel, layer);\n", ""),
     "sums a thousandth too large": ("stream", "low += f16_to_float(", "low += 1.001f * f16_to_float("),
 }
@@ -274,9 +290,11 @@ WRONG = {
 @pytest.mark.parametrize("why", WRONG)
 def test_a_wrong_kernel_is_noticed(gpu, why):
     dims = DIMS["0.5b"]
+    ring = qwen2_gemv.Ring(1, 4, qwen2_gemv.AFTER_WAIT)
     for name in ("o_proj", "down"):
         try:
-            found = check(gpu, name, dims, fresh(), in_header(*WRONG[why]))
+            kernel = getattr(qwen2_gemv, name)(dims, ring)
+            found = check(gpu, name, dims, fresh(), in_header(*WRONG[why]), kernel=kernel)
         except (AssertionError, DeviceError):
             continue
         assert found > 1, name
@@ -286,10 +304,10 @@ def test_a_wrong_kernel_is_noticed(gpu, why):
 @pytest.mark.parametrize(
     "patch",
     [
-        ("p < count ?", "p < PIECES ?"),
+        ("half, p < count)", "half, p < PIECES)"),
         ("squares * (1.0f / HIDDEN)", "squares * (1.01f / HIDDEN)"),
-        ("x[i].z += piece[i][p].z;", ""),
-        ("        __syncthreads();  // all of normed is there\n", ""),
+        ("x[2] += y[0].z, ", ""),
+        ("        __syncthreads();  // all of the token is there\n", ""),
     ],
 )
 def test_a_wrong_entry_is_noticed(gpu, name, patch):

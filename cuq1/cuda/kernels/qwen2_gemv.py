@@ -17,12 +17,14 @@ Defines = tuple[tuple[str, Define], ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """How a kernel streams: `warps` with a ring of `stages` copies of `units` units each, and when it triggers."""
+    """How a kernel streams: `warps` with a ring of `stages` copies of `units` units each, when it triggers, and whether
+    it multiplies the token as digits or as halves (common/int4.cuh)."""
 
     units: int
     stages: int
     trigger: int
     warps: int = 8
+    digits: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +37,12 @@ class Ring:
             ("STAGE_UNITS", self.units),
             ("STAGES", self.stages),
             ("TRIGGER", self.trigger),
+            ("TOKEN", "Digits" if self.digits else "Halves"),
         )
+
+    def smem(self, k: int) -> int:
+        """Bytes of dynamic shared memory, with a token of k columns."""
+        return self.nbytes + padded(k) * 2 + (padded(k) // GROUP * 16 if self.digits else 0)
 
 
 QKV = Ring(2, 4, AFTER_WAIT)
@@ -115,7 +122,7 @@ def _kernel(
         (*common(dims), *ring.defines, *own),
         (blocks, 1, 1),
         ring.warps * 32,
-        smem=ring.nbytes + 2 * padded(k),
+        smem=ring.smem(k),
         max_registers=96,
     )
 
