@@ -99,6 +99,8 @@ class ChatTemplate:
         try:
             messages, tools = check_messages(messages), check_tools([] if tools is None else tools)
             others = check_variables(template_kwargs or {}, self._special_tokens)
+            if "developer" not in self._source:  # such a template would pass over the message, or refuse it
+                messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             messages = self._template.adapted(messages)
             guard = InputGuard(self._spellings, [messages, tools, others], self._source)
             variables = {

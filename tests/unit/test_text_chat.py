@@ -443,3 +443,15 @@ def test_malformed_and_deep_input_is_refused() -> None:
 def test_raw_prompts_do_not_pay_for_jinja() -> None:
     code = "import sys, cuq1.text; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=NANO.parents[2]).returncode == 0
+
+
+def test_developers_speak_as_the_system_where_a_template_knows_none():
+    source = (
+        "{% for m in messages %}{% if m.role in ['system', 'user'] %}<|iquest_user|>{{ m.role }}: {{ m.content }}"
+        "<|iquest_end|>{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert "system: be brief" in template_of(source).prompt(messages).text
+    # One that knows them decides for itself.
+    assert "be brief" not in template_of(source + "{# developer #}").prompt(messages).text
+    assert "<|iquest_developer|>be brief" in CHAT.prompt(messages).text
