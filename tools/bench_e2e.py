@@ -92,7 +92,7 @@ def finite(engine: Qwen2CudaEngine, ids: Sequence[int]) -> bool:
 
 
 def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace) -> Regions:
-    """A token's regions behind a prompt: of the device's loop, the last of some requests' tokens; else all but the first.
+    """A token's regions behind a prompt: of the device's loop, the last of requests' tokens; else all but the first.
 
     The former have places of their own for their entries, of which the last token's stay: it is the cheapest way.
     """
