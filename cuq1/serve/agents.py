@@ -1,11 +1,15 @@
 """What the dialects of coding agents share: reading nested objects, tools for the model, ids, one call at a time."""
 
+import base64
+import binascii
 import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from cuq1.serve.http import refuse
 from cuq1.serve.request import CallPiece, Event, Finished
+
+ENVELOPE = "cuq1:"  # of reasoning that goes to a client and back unread
 
 
 def new_id(prefix: str) -> str:
@@ -75,3 +79,18 @@ def required(value: Mapping[str, Any], name: str, where: str, *, empty: bool = F
     if not isinstance(text, str) or not (text or empty):
         refuse(f"{where}.{name}", "must be a string" + ("" if empty else " of at least one character"))
     return text
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning for a field that clients send back as it is. It is no secret, and not meant to be one."""
+    return ENVELOPE + base64.b64encode(reasoning.encode()).decode()
+
+
+def opened(envelope: Any) -> str:
+    """What `sealed` was given; empty for what it has not returned."""
+    if not isinstance(envelope, str) or not envelope.startswith(ENVELOPE):
+        return ""
+    try:
+        return base64.b64decode(envelope.removeprefix(ENVELOPE), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return ""

@@ -15,6 +15,7 @@ from cuq1.serve.http import EventStream, invalid, read_json, sse, unless_gone
 from cuq1.serve.messages_input import (
     NEUTRAL,
     conversation,
+    hides_thinking,
     read_choice,
     read_messages,
     read_schema,
@@ -36,7 +37,7 @@ async def create(request: Request) -> Response:
     asked = await asyncio.to_thread(read_request, body, request.headers, service)
     answer = queued(asked.generation, service)
     events: AsyncIterator[Event] = until_first_call(answer) if asked.one_call else answer
-    writer = MessageWriter(asked.model)
+    writer = MessageWriter(asked.model, hide_thinking=asked.hide_thinking)
     if asked.stream:
         return EventStream(streamed(events, writer), answer)
     try:
@@ -78,6 +79,7 @@ class Asked:
     model: str
     stream: bool
     one_call: bool
+    hide_thinking: bool
 
 
 def read_request(body: Body, headers: Mapping[str, str], service: Service) -> Asked:
@@ -111,6 +113,7 @@ def read_request(body: Body, headers: Mapping[str, str], service: Service) -> As
         fields.string(body, "model") or service.model_name,
         stream=fields.boolean(body, "stream"),
         one_call=not parallel,
+        hide_thinking=hides_thinking(body),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuq1.serve import body as fields
-from cuq1.serve.agents import function_tool, objects, required, schema_of
+from cuq1.serve.agents import function_tool, objects, opened, required, schema_of
 from cuq1.serve.body import Body
 from cuq1.serve.history import NO_FILE, NO_IMAGE, History, blocks
 from cuq1.serve.http import invalid, refuse
@@ -134,7 +134,7 @@ def _assistant(history: History, parts: list[tuple[str, dict[str, Any]]]) -> Non
         if kind == "text":
             history.text(required(part, "text", where, empty=True), joined=True)
         elif kind == "thinking":
-            history.reasoning(required(part, "thinking", where, empty=True))
+            history.reasoning(required(part, "thinking", where, empty=True) or opened(part.get("signature")))
         elif kind == "tool_use":
             arguments = part.get("input", {})
             if not isinstance(arguments, dict):
@@ -176,6 +176,11 @@ def read_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[Choice | dict[
     if name not in {tool["function"]["name"] for tool in tools}:
         refuse("tool_choice.name", "names none of the tools")
     return {"name": name}, tools, parallel
+
+
+def hides_thinking(body: Body) -> bool:
+    """Whether the client wants thinking blocks without their text: it gets that sealed, as the block's signature."""
+    return fields.mapping(body, "thinking").get("display") == "omitted"
 
 
 def read_thinking(body: Body) -> tuple[bool, dict[str, Any]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cuq1.serve.agents import new_id
+from cuq1.serve.agents import new_id, sealed
 from cuq1.serve.errors import anthropic_body
 from cuq1.serve.http import without_lone_surrogates
 from cuq1.serve.request import ApiError, CallPiece, Event, Finished, Piece, Queued, Started
@@ -30,7 +30,8 @@ class MessageWriter:
     the model wrote is known by the ids of its calls.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, hide_thinking: bool = False) -> None:
+        self._hide_thinking = hide_thinking
         self._id = new_id("msg")
         self._model = model
         self._content: list[Data] = []
@@ -101,7 +102,10 @@ class MessageWriter:
             yield self._begin({"type": "text"} if kind == "text" else {"type": "thinking", "signature": ""}, kind)
         text = "".join(self._space) + piece.text
         self._space = []
-        yield self._write(kind, text)
+        if kind == "thinking" and self._hide_thinking:
+            self._text.append(text)
+        else:
+            yield self._write(kind, text)
 
     def _begin(self, block: Data, *empty: str) -> Data:
         self._open, self._text = block, []
@@ -121,7 +125,9 @@ class MessageWriter:
             return
         text, block = "".join(self._text), self._open
         if block["type"] == "thinking":
-            block = block | {"thinking": text, "signature": _signature(text)}
+            hidden = self._hide_thinking
+            signature = sealed(text) if hidden else _signature(text)
+            block = block | {"thinking": "" if hidden else text, "signature": signature}
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         else:
             block = block | {"text": text}

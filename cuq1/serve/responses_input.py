@@ -1,7 +1,5 @@
 """OpenAI Responses, from the wire: items to messages, tools of every type to those that the model can be given."""
 
-import base64
-import binascii
 import json
 import re
 from collections.abc import Mapping
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuq1.serve import body as fields
-from cuq1.serve.agents import function_tool, objects, required, schema_of
+from cuq1.serve.agents import function_tool, objects, opened, required, schema_of
 from cuq1.serve.body import Body
 from cuq1.serve.history import NO_FILE, NO_IMAGE, History, blocks
 from cuq1.serve.http import invalid, refuse, without_lone_surrogates
@@ -34,7 +32,6 @@ LEFT_OUT = (
     *("tool_search_output", "compaction", "compaction_summary", "context_compaction", "ghost_snapshot", "other"),
 )
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, or both
-ENVELOPE = "cuq1:"  # of reasoning in `encrypted_content`, which clients send back as it is
 
 
 @dataclass
@@ -181,21 +178,6 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     """The text of a reasoning item: its content, else what we have put into it, else its summary."""
     content = "".join(_parts(item.get("content"), f"{where}.content"))
     return content or opened(item.get("encrypted_content")) or "".join(_parts(item.get("summary"), f"{where}.summary"))
-
-
-def sealed(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. It is no secret: the item's content says the same."""
-    return ENVELOPE + base64.b64encode(reasoning.encode()).decode()
-
-
-def opened(envelope: Any) -> str:
-    """What `sealed` was given; empty for what it has not returned."""
-    if not isinstance(envelope, str) or not envelope.startswith(ENVELOPE):
-        return ""
-    try:
-        return base64.b64decode(envelope.removeprefix(ENVELOPE), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return ""
 
 
 def read_choice(

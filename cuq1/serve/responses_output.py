@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cuq1.serve.agents import new_id
+from cuq1.serve.agents import new_id, sealed
 from cuq1.serve.request import ApiError, CallPiece, ErrorKind, Event, Finished, Piece, Queued, Started, TokenInfo
-from cuq1.serve.responses_input import Names, sealed
+from cuq1.serve.responses_input import Names
 
 Data = dict[str, Any]
 

@@ -60,6 +60,7 @@ def items(response):
         {"reasoning": {"effort": "high", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
         {"input": LIST, "tools": FLAT},
         {"input": LIST, "tools": FLAT, "tool_choice": "required"},
+        {"input": LIST, "tools": [tool | {"strict": True} for tool in FLAT], "temperature": 0},
         {"input": LIST, "tools": FLAT, "tool_choice": {"type": "function", "name": "run"}},
         {"instructions": "Answer briefly.", "max_output_tokens": 5},
     ],
@@ -94,9 +95,10 @@ def test_reasoning_can_be_left_out_and_summarised(openai_client):
 
 
 def test_required_and_named_calls_come(openai_client):
-    answer = respond(openai_client, input="hi", tools=FLAT, tool_choice="required")
+    answer = respond(openai_client, input=LIST, tools=FLAT, tool_choice="required", max_output_tokens=200)
     assert "function_call" in [item.type for item in answer.output]
-    answer = respond(openai_client, input="hi", tools=FLAT, tool_choice={"type": "function", "name": "run"})
+    named = {"type": "function", "name": "run"}
+    answer = respond(openai_client, input="Run git diff", tools=FLAT, tool_choice=named, max_output_tokens=200)
     assert [item.name for item in answer.output if item.type == "function_call"] == ["run"]
     answer = respond(openai_client, input=LIST, tools=FLAT, tool_choice="none", temperature=0)
     assert "function_call" not in [item.type for item in answer.output]
@@ -219,7 +221,8 @@ def test_thinking_comes_where_it_is_asked_for(anthropic_client):
 
 
 def test_forced_tools_are_used(anthropic_client):
-    message = say(anthropic_client, tools=CUSTOM, tool_choice={"type": "tool", "name": "list_dir"})
+    asked = {"messages": [{"role": "user", "content": LIST}], "tools": CUSTOM, "max_tokens": 200}
+    message = say(anthropic_client, tool_choice={"type": "tool", "name": "list_dir"}, **asked)
     assert [block.name for block in message.content if block.type == "tool_use"] == ["list_dir"]
     assert message.stop_reason == "tool_use"
 

@@ -259,9 +259,9 @@ CALL = CallPiece(0, "call_ab", "Bash", '{"command": "ls"}', "raw")
 OTHER = CallPiece(1, "call_cd", "Read", "{}", "raw")
 
 
-def written(*events, reason="stop", stop_string=None):
+def written(*events, reason="stop", stop_string=None, hide_thinking=False):
     """All events, checked, and the message, which is the same unstreamed."""
-    writer = MessageWriter("m")
+    writer = MessageWriter("m", hide_thinking=hide_thinking)
     data = []
     for event in (Queued(0), Started(100, 40), *events, Finished(reason, stop_string, 20, 5)):
         data += writer.feed(event)
@@ -308,6 +308,18 @@ def test_whitespace_around_calls_is_no_block_and_before_a_word_it_stays():
     assert message["content"] == [text(" \n")]
     _, message = written()
     assert message["content"] == [text("")]
+
+
+def test_thinking_that_is_left_out_comes_back_by_its_signature():
+    data, message = written(THOUGHT, THOUGHT, WORD, hide_thinking=True)
+    thinking = message["content"][0]
+    assert thinking["thinking"] == ""
+    assert "Hm" not in str(data)
+    turn = read_messages({"messages": [{"role": "assistant", "content": message["content"]}]})[0]
+    assert turn["reasoning_content"] == "Hm, Hm, "
+    thinking["signature"] = "a stranger's"
+    turn = read_messages({"messages": [{"role": "assistant", "content": message["content"]}]})[0]
+    assert not turn.get("reasoning_content")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from cuq1.serve.agents import opened, sealed
 from cuq1.serve.request import ApiError, CallPiece, Finished, Piece, Queued, Started, TokenInfo, TopToken
-from cuq1.serve.responses_input import Names, opened, read_choice, read_input, read_schema, read_tools, sealed
+from cuq1.serve.responses_input import Names, read_choice, read_input, read_schema, read_tools
 from cuq1.serve.responses_output import ResponseWriter
 from tests.serve.agents import RuleBroken, check_responses, parse_sse, recorded
 
