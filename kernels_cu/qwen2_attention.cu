@@ -61,7 +61,9 @@ struct Stage {
 };
 struct Shared {
     Stage stages[STAGES];
-    uint4 q[STEPS][WARP];  // a lane's operands of a step: two words of high parts, two of low ones
+    // A lane's operands of a step: two words, each its high and its low part. A step more lies 16 bytes further on, so that
+    // a warp's stores of two queries meet a bank twice at most.
+    uint4 q[STEPS][WARP + 1];
     float4 parts[CLUSTER][PART_ITEMS];       // each block's sums of this block's dimensions
     float4 statistics[CLUSTER][STATISTICS];  // each block's
     float4 own[WARPS][STATISTICS];           // each warp's
@@ -205,9 +207,8 @@ __device__ __forceinline__ void store_query(Shared& shared, int query, int dim, 
         const float2 rounded = unpack_f16(high);
         const uint32_t low = pack_f16(values[2 * i] - rounded.x, values[2 * i + 1] - rounded.y);
         const int d = dim % 16 + 2 * i;  // lane (query, t) has dimensions 2t, 2t + 1 and, as its second word, 8 on
-        uint32_t* const to = reinterpret_cast<uint32_t*>(&shared.q[dim / 16][query * 4 + d % 8 / 2]) + d / 8;
-        to[0] = high;
-        to[2] = low;
+        uint4* const to = &shared.q[dim / 16][query * 4 + d % 8 / 2];
+        reinterpret_cast<uint2*>(to)[d / 8] = make_uint2(high, low);
     }
 }
 
@@ -246,8 +247,8 @@ __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shar
             uint32_t k[4];
             ldmatrix(k, page + c * 32);
             const uint4 q = shared.q[c][lane];
-            mma_f16(chain[c % 2], k[0], k[1], k[2], k[3], q.x, q.y);
-            mma_f16(chain[2 + c % 2], k[0], k[1], k[2], k[3], q.z, q.w);
+            mma_f16(chain[c % 2], k[0], k[1], k[2], k[3], q.x, q.z);
+            mma_f16(chain[2 + c % 2], k[0], k[1], k[2], k[3], q.y, q.w);
         }
         float s[4];
 #pragma unroll

@@ -10,7 +10,7 @@ CLUSTER = 8  # blocks of the short form that share a KV head
 _WARPS = 3  # that compute; one more copies
 _STAGES = 5  # pages in a block
 _EARLY = 3  # of them, those that the long form copies before its predecessor ends
-_REGISTERS = 80
+_REGISTERS = 96
 
 
 def splits_for(dims: Qwen2Dims) -> int:
@@ -67,7 +67,7 @@ def _smem(dims: Qwen2Dims) -> int:
     """Stages of a page's keys and values with their mbarriers, queries, and what warps and blocks exchange."""
     stage = 2 * PAGE * (dims.head_size * 2 + 16) + 32
     exchanged = dims.head_size * 2 * 16 + CLUSTER * 64 + _WARPS * 64 + 16
-    return _STAGES * stage + dims.head_size // 16 * 512 + exchanged
+    return _STAGES * stage + dims.head_size // 16 * 528 + exchanged
 
 
 def _defines(dims: Qwen2Dims) -> tuple[tuple[str, Define], ...]:
