@@ -27,6 +27,7 @@ from cuq1.cuda.driver import open_device
 from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
 from cuq1.errors import RequestError
 from cuq1.models.qwen2 import position_bytes
+from cuq1.plan.types import Plan
 from cuq1.sampling import DecodeParams
 from tools.bench import append_row, at_least_one
 from tools.breakdown import FUSED, GAP, REGIONS, Share, breakdown, mean, problems, tokens_of, total
@@ -119,11 +120,15 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
         tracer.close()
     shares = mean(parts)
     time_us = float(np.mean(itl)) if device else total(shares)
-    read: dict[str, int] = {}
+    return Regions(shares, time_us, problems(shares, time_us, len(plan.launches) + device), region_bytes(plan))
+
+
+def region_bytes(plan: Plan) -> dict[str, int]:
+    """What a token's launches read, by region."""
+    found: dict[str, int] = {}
     for launch in plan.launches:
-        region = REGIONS[launch.label]
-        read[region] = read.get(region, 0) + launch.read_bytes
-    return Regions(shares, time_us, problems(shares, time_us, len(plan.launches) + device), read)
+        found[REGIONS[launch.label]] = found.get(REGIONS[launch.label], 0) + launch.read_bytes
+    return found
 
 
 def bench(subject: Subject, options: Namespace, ceiling: float) -> dict[str, Any]:
