@@ -13,9 +13,10 @@ from cuq1.models import qwen2, qwen2_decode
 from cuq1.reference.qwen2_engine import Qwen2Engine
 from tests.unit.test_breakdown import TOKEN, span
 from tools import bench_e2e
-from tools.bench_e2e import Regions, bench, lines, plain, region_lines
+from tools.bench_e2e import bench
 from tools.breakdown import REGIONS, breakdown
 from tools.checkpoint_qwen2 import qwen2_config
+from tools.e2e_report import Regions, lines, plain, region_lines
 from tools.make_checkpoint import write_qwen2_checkpoint
 from tools.qwen2_engines import Subject
 
@@ -65,7 +66,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(bench_e2e, "records", records)
     monkeypatch.setattr(bench_e2e, "token_plan", lambda engine, context: SimpleNamespace(read_bytes=lambda: 5_000_000))
     shares = breakdown(TOKEN, 1000, 1700)
-    found = Regions(shares, 0.7, [], {"embed": 0, "qkv_gemv": 2_000_000})
+    found = Regions("device", 9, shares, 0.7, [], {"embed": 0, "qkv_gemv": 2_000_000})
     monkeypatch.setattr(bench_e2e, "regions", lambda *args: found)
 
 
@@ -80,7 +81,16 @@ def test_all_figures_of_a_model(subject, options):
     extra = 1e3 * (found["context"]["itl_ms"].median - found["device"]["itl_ms"].median)
     assert found["context"]["ratio"] == pytest.approx(extra / (added / 4000e3))
     text = "\n".join(lines(found, 4000.0))
-    for part in ("device  ", "host  ", "eager  ", "20  ", "kernel_gap", "append_kv: in attention", "0.005 GB a token"):
+    for part in (
+        "device  ",
+        "host  ",
+        "eager  ",
+        "20  ",
+        "kernel_gap",
+        "append_kv: in attention",
+        "device after 9",
+        "0.005 GB a token",
+    ):
         assert part in text
     assert json.loads(json.dumps(plain(found)))["device"].keys() == {"ttft_ms", "itl_ms"}
 
@@ -104,7 +114,7 @@ def test_results_are_checked(subject, options, other, problem):
 
 def test_the_breakdown_is_printed_with_its_sum():
     shares = breakdown([*TOKEN[:-1], span("control", 1590, 1610, 2600)], 1000, 2600)
-    table = region_lines("device", Regions(shares, 1.6, [], {"qkv_gemv": 2_000_000}), 1.5, 4000.0)
+    table = region_lines("device", Regions("device", 9, shares, 1.6, [], {"qkv_gemv": 2_000_000}), 1.5, 4000.0)
     assert any(line.split()[:2] == ["qkv_gemv", "0.20"] and "250" in line for line in table)  # 2 MB in 0.2 µs
     assert any("sum" in line and "1.60; ITL 1.60 traced, 1.50 untraced; kernel_gap 14.37%" in line for line in table)
 
