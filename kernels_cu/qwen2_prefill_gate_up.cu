@@ -6,9 +6,6 @@
 // Reads OUT_ROWS * K * 0.516 bytes of weights, rows * K halves (once an output tile, from L2); writes rows * OUT_ROWS bytes.
 #include "common/int4_gemm.cuh"
 
-// inner is stored as a half times 2^-4: it is the one activation that no norm bounds. See common/experts.cuh.
-constexpr float INNER_SCALE = 0.0625f;
-
 constexpr int STAGED = MAX_WIDTH * ACTIVATION_BLOCK * 2;
 using Gemm = Int4Gemm<STAGED>;
 static_assert(OUT_ROWS % BLOCK_ROWS == 0, "whole blocks of activations");

@@ -9,11 +9,12 @@
 
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int STAGED_STRIDE = BLOCK_ROWS + 8;  // halves of a token's staged row: 272 bytes, so that rows rotate over the banks
+constexpr int STAGED_TOKENS = 64;              // at once
 constexpr int PIECES = BLOCK_ROWS / 8;         // of 16 bytes, of a token's staged row
 static_assert(HEAD_SIZE == 64 || HEAD_SIZE == 128, "heads fill a block's rows");
 static_assert(OUT_ROWS == (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE, "q, k and v are one matrix");
 
-using Gemm = Int4Gemm<MAX_WIDTH * STAGED_STRIDE * 2, PAIRS>;
+using Gemm = Int4Gemm<STAGED_TOKENS * STAGED_STRIDE * 2, PAIRS>;
 
 struct StoreHeads {
     const Gemm& gemm;
@@ -22,12 +23,25 @@ struct StoreHeads {
 
     template <int COUNT>
     __device__ __forceinline__ void operator()(const Gemm::Place& p, const float (&sum)[COUNT]) {
+        const int first = p.n * gemm.width, tokens = min_int(gemm.width, gemm.rows - first);
+        constexpr int PART = COUNT < 32 ? COUNT : 32;
+#pragma unroll
+        for (int i = 0; i < COUNT / PART; ++i) {
+            float part[PART];
+#pragma unroll
+            for (int j = 0; j < PART; ++j) part[j] = sum[i * PART + j];
+            store(p, part, first + i * STAGED_TOKENS, min_int(STAGED_TOKENS, tokens - i * STAGED_TOKENS));
+        }
+    }
+
+    // Tokens `first` and the following ones of the chunk; none where `tokens` is not positive.
+    template <int COUNT>
+    __device__ __forceinline__ void store(const Gemm::Place& p, const float (&sum)[COUNT], int first, int tokens) {
         const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
         const int low = Gemm::first_row() + g, high = low + PAIRS;  // of the block's rows
         const int row = p.m * BLOCK_ROWS + low, pair = row % HEAD_SIZE;
-        const int first = p.n * gemm.width, tokens = min_int(gemm.width, gemm.rows - first);
         f16* staged = reinterpret_cast<f16*>(gemm.staged());
-        consumers_sync();  // the tile before has been stored
+        consumers_sync();  // what was staged before has been stored
         if (row < OUT_ROWS) {
             const float bias_low = f16_to_float(a.bias[row]), bias_high = f16_to_float(a.bias[row + PAIRS]);
             const bool rotated = row < (Q_HEADS + KV_HEADS) * HEAD_SIZE;

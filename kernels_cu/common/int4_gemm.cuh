@@ -4,48 +4,31 @@
 //   PRECOND  constants OUT_ROWS, K (whole groups), STAGES; block 384, SMEM bytes of dynamic shared memory and no static ones (wgmma's swizzle wants 1024-byte alignment);
 //            any grid: blocks take output tiles in turn. Weights may be read before pdl_wait(), activations after it.
 //
-// An output tile is 128 weight rows (8 tiles of 16) x WIDTH tokens, 32 to 128 of them. Warp 8 copies: a stage is one group
-// of K for all of it, two bulk copies of activations and eight of units. Two groups of four warps multiply, 64 weight rows
-// each: codes become halves in registers, A of wgmma, exactly; B is the stage. A group's products are summed in FP32 for
-// themselves (`part`) and added with their scale, so nothing is rounded that decoding does not round.
+// An output tile is 128 weight rows (8 tiles of 16) x WIDTH tokens, 32 to 128 of them. Warp 8 copies: a stage of activations
+// is one group of K, two bulk copies; one of weights is four groups, a copy for each tile. (A copy costs about 60 ns of a
+// multiprocessor's copy engine, however small: a unit at a time, copies alone took as long as the products.) Two groups of
+// four warps multiply, 64 weight rows each: codes become halves in registers, A of wgmma, exactly; B is the stage. A group's
+// products are summed in FP32 for themselves (`part`) and added with their scale, so nothing is rounded that decoding does
+// not round.
 //
-// Two multiplying groups, since one alone leaves the tensor cores idle while it adds its part; the chunk of codes that comes
-// next is made into halves while products run. Weights are A, not B, because A may come from registers: the halves of
-// dequantised weights never pass through shared memory.
+// Two multiplying groups, since one alone leaves the tensor cores idle while it adds its part; the codes that come next are
+// made into halves while products run. Weights are A, not B, because A may come from registers: the halves of dequantised
+// weights never pass through shared memory.
 #pragma once
-#include "abi_qwen2.cuh"
 #include "common/activations.cuh"
 #include "common/copy.cuh"
+#include "common/int4.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_report.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int GROUP_K = 128;              // inputs that share a scale
-constexpr int UNIT_BYTES = 1056;          // 16 rows of a group: codes, then scales
-constexpr int CODE_BYTES = 1024;
 constexpr int BLOCK_TILES = 8;
 constexpr int BLOCK_ROWS = BLOCK_TILES * 16;
+constexpr int A_GROUPS = 4;               // groups of a stage of weights: few copies, each of whole 128-byte lines
+constexpr int A_STAGES = 2;
 constexpr int MAX_WIDTH = 128;            // tokens of an output tile
 constexpr int CONSUMERS = 256;
 constexpr int GEMM_THREADS = CONSUMERS + 4 * WARP;
-
-// The eight codes of a word as halves: pairs of columns 8 t + 2 i.
-__device__ __forceinline__ void int4_to_f16(uint32_t word, uint32_t (&pairs)[4]) {
-    // A code c of four bits, its sign bit flipped, is c + 8. In the low bits of the half 1024 it makes 1024 + c + 8; four
-    // bits higher, 1024 + 16 (c + 8). Both differences are exact. Volatile, so that they stay among the products that they
-    // are written between, which hide them.
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t shifted = word >> (8 * i);
-        uint32_t low, high;  // (shifted & mask) ^ bits, in one instruction where one constant is a register
-        asm volatile("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(low) : "r"(shifted), "n"(0x000f000f), "r"(0x64086408u));
-        asm volatile("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(high) : "r"(shifted), "n"(0x00f000f0), "r"(0x64806480u));
-        asm volatile("sub.rn.f16x2 %0, %1, %2;" : "=r"(pairs[2 * i]) : "r"(low), "r"(0x64086408u));  // 1032
-        asm volatile("fma.rn.f16x2 %0, %1, %2, %3;"
-            : "=r"(pairs[2 * i + 1])
-            : "r"(high), "r"(0x2c002c00u), "r"(0xd480d480u));  // 1 / 16, -72
-    }
-}
 
 // A's registers of the four products of 64 columns. words: row g, row g + 8, row g and g + 8 of the columns from 32 on.
 __device__ __forceinline__ void dequantise(const uint4& words, uint32_t (&a)[4][4]) {
@@ -53,7 +36,7 @@ __device__ __forceinline__ void dequantise(const uint4& words, uint32_t (&a)[4][
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         uint32_t pairs[4];
-        int4_to_f16(rows[i], pairs);
+        int4_to_f16(pairs, rows[i]);
         const int step = i / 2 * 2, row = i % 2;
         a[step][row] = pairs[0];
         a[step][row + 2] = pairs[1];
@@ -69,18 +52,19 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 // (RoPE's pairs): the warp then has half of the rows of two tiles instead of one tile.
 template <int STAGED, int SPREAD = 0>
 struct Int4Gemm {
-    static_assert(K % GROUP_K == 0 && OUT_ROWS % 16 == 0, "whole units");
+    static_assert(K % GROUP_SIZE == 0 && OUT_ROWS % 16 == 0, "whole units");
     static_assert(SPREAD == 0 || SPREAD == 32 || SPREAD == 64, "half of a head");
-    static constexpr int GROUPS = K / GROUP_K;
+    static constexpr int GROUPS = K / GROUP_SIZE;
     static constexpr int TILES = OUT_ROWS / 16;
     static constexpr int M_BLOCKS = (TILES + BLOCK_TILES - 1) / BLOCK_TILES;
-    static constexpr int B_STAGE = MAX_WIDTH * GROUP_K * 2;
-    static constexpr int A_STAGE = BLOCK_TILES * UNIT_BYTES;
+    static constexpr int B_STAGE = MAX_WIDTH * GROUP_SIZE * 2;
+    static constexpr int A_TILE = A_GROUPS * UNIT_BYTES;  // a multiple of 128: where GROUPS is one of 4, copies are aligned
+    static constexpr int A_STAGE = BLOCK_TILES * A_TILE;
     static constexpr int A_AT = STAGES * B_STAGE;
-    static constexpr int STAGED_AT = A_AT + STAGES * A_STAGE;
+    static constexpr int STAGED_AT = A_AT + A_STAGES * A_STAGE;
     static constexpr int BARRIERS_AT = STAGED_AT + STAGED;
     static constexpr int SMEM = BARRIERS_AT + 128;
-    static_assert(STAGED % 16 == 0 && 2 * STAGES * 8 <= 128, "aligned, and room for the barriers");
+    static_assert(STAGED % 16 == 0 && 2 * (STAGES + A_STAGES) * 8 <= 128, "aligned, and room for the barriers");
 
     char* shared;
     Fault* fault;
@@ -112,52 +96,70 @@ struct Int4Gemm {
         return reinterpret_cast<uint64_t*>(shared + BARRIERS_AT) + stage;
     }
     __device__ __forceinline__ uint64_t* empty(int stage) const { return full(STAGES + stage); }
+    __device__ __forceinline__ uint64_t* a_full(int stage) const { return full(2 * STAGES + stage); }
+    __device__ __forceinline__ uint64_t* a_empty(int stage) const { return full(2 * STAGES + A_STAGES + stage); }
     __device__ __forceinline__ char* staged() const { return shared + STAGED_AT; }
 
-    __device__ __forceinline__ Place first_place() const { return place_of(int(blockIdx.x)); }
     __device__ __forceinline__ Place place_of(int block) const {
         return Place{block, block / token_blocks, block % token_blocks, 0};
     }
+    __device__ __forceinline__ Place first_place() const { return place_of(int(blockIdx.x)); }
+    __device__ __forceinline__ Place place_after(const Place& p) const { return place_of(p.block + int(gridDim.x)); }
     __device__ __forceinline__ bool exists(const Place& p) const { return p.m < M_BLOCKS; }
     __device__ __forceinline__ void next(Place& p) const {
-        if (++p.group == GROUPS) p = place_of(p.block + int(gridDim.x));
+        if (++p.group == GROUPS) p = place_after(p);
     }
-    __device__ __forceinline__ int tiles_of(const Place& p) const { return min_int(BLOCK_TILES, TILES - p.m * BLOCK_TILES); }
+    __device__ __forceinline__ void next_groups(Place& p) const {
+        if ((p.group += A_GROUPS) >= GROUPS) p = place_after(p);
+    }
+    __device__ __forceinline__ int tiles_of(const Place& p) const {
+        return min_int(BLOCK_TILES, TILES - p.m * BLOCK_TILES);
+    }
     __device__ __forceinline__ int tokens_of(const Place& p) const { return min_int(width, all_rows - p.n * width); }
 
+    // Lane i < 8 copies tile i's units of up to A_GROUPS groups.
     __device__ __forceinline__ void load_a(const Place& p, int stage, const uint8_t* weights) const {
-        const int tiles = tiles_of(p);
-        barrier_expect(full(stage), uint32_t(tiles * UNIT_BYTES + tokens_of(p) * (GROUP_K * 2)));
-        const uint8_t* from = weights + (int64_t(p.m) * BLOCK_TILES * GROUPS + p.group) * UNIT_BYTES;
-        char* to = shared + A_AT + stage * A_STAGE;
-        for (int i = 0; i < tiles; ++i)
-            bulk_load(to + i * UNIT_BYTES, from + int64_t(i) * GROUPS * UNIT_BYTES, UNIT_BYTES, full(stage));
+        const int tiles = tiles_of(p), lane = threadIdx.x % WARP;
+        const uint32_t bytes = uint32_t(min_int(A_GROUPS, GROUPS - p.group)) * UNIT_BYTES;
+        if (lane == 0) barrier_expect(a_full(stage), tiles * bytes);
+        __syncwarp();  // the barrier knows what comes
+        if (lane < tiles)
+            bulk_load(shared + A_AT + stage * A_STAGE + lane * A_TILE,
+                      weights + ((int64_t(p.m) * BLOCK_TILES + lane) * GROUPS + p.group) * UNIT_BYTES, bytes,
+                      a_full(stage));
     }
+    // Lanes 0 and 1 copy 64 columns each.
     __device__ __forceinline__ void load_b(const Place& p, int stage, const f16* in) const {
+        const int c = threadIdx.x % WARP;
         const uint32_t bytes = uint32_t(tokens_of(p)) * (ACTIVATION_BLOCK * 2);
-        char* to = shared + stage * B_STAGE;
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-            bulk_load(to + c * width * (ACTIVATION_BLOCK * 2),
+        if (c == 0) barrier_expect(full(stage), 2 * bytes);
+        __syncwarp();  // the barrier knows what comes
+        if (c < 2)
+            bulk_load(shared + stage * B_STAGE + c * width * (ACTIVATION_BLOCK * 2),
                       in + activation_offset(all_rows, 2 * p.group + c, p.n * width, 0), bytes, full(stage));
     }
 
-    // Warp 8, one lane.
+    // Warp 8.
     __device__ __forceinline__ void produce(const uint8_t* weights, const f16* in) const {
-        Place a = first_place(), b = a;
-        int early = 0;
-        for (; early < STAGES && exists(a); ++early, next(a)) load_a(a, early, weights);
+        Place p = first_place();
+        for (int stage = 0; stage < A_STAGES && exists(p); ++stage, next_groups(p)) load_a(p, stage, weights);
         pdl_wait();
         // The predecessor's stores, which its end made visible to loads, are read through another proxy here.
         asm volatile("fence.proxy.async;" ::: "memory");
         pdl_trigger();
-        for (int stage = 0; stage < early; ++stage, next(b)) load_b(b, stage, in);
-        int stage = 0;
-        uint32_t phase = 0;
-        for (; exists(a); next(a)) {
+        int stage = 0, a_stage = 0;
+        uint32_t phase = 1, a_phase = 1;  // of the phase before the first one, which counts as complete
+        bool early = true;                // this stage of weights has been loaded
+        for (p = first_place(); exists(p); next(p)) {
+            if (p.group % A_GROUPS == 0) {
+                if (!early) {
+                    barrier_wait(a_empty(a_stage), a_phase, fault, KERNEL_PREFILL, layer);
+                    load_a(p, a_stage, weights);
+                }
+                if (++a_stage == A_STAGES) a_stage = 0, a_phase ^= 1, early = false;
+            }
             barrier_wait(empty(stage), phase, fault, KERNEL_PREFILL, layer);
-            load_a(a, stage, weights);
-            load_b(a, stage, in);
+            load_b(p, stage, in);
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
     }
@@ -170,76 +172,97 @@ struct Int4Gemm {
     }
     static __device__ __forceinline__ int second_row() { return first_row() + (SPREAD == 0 ? 8 : SPREAD); }
 
-    __device__ __forceinline__ uint4 load_words(int stage, int chunk) const {
-        const char* at = shared + A_AT + stage * A_STAGE + chunk * (CODE_BYTES / 2) + threadIdx.x % WARP * 16;
-        const uint4 first = *reinterpret_cast<const uint4*>(at + first_row() / 16 * UNIT_BYTES);
+    // What a consumer stands at: a group, its stages, and the words of its second chunk.
+    struct At {
+        int stage = 0, a_stage = 0, group = 0;
+        uint32_t phase = 0, a_phase = 0;
+        uint4 next;
+    };
+    __device__ __forceinline__ const char* unit(const At& at, int row) const {
+        return shared + A_AT + at.a_stage * A_STAGE + row / 16 * A_TILE + at.group % A_GROUPS * UNIT_BYTES;
+    }
+    __device__ __forceinline__ uint4 load_words(const At& at, int chunk) const {
+        const int lane_at = chunk * (CODE_BYTES / 2) + threadIdx.x % WARP * 16;
+        const uint4 first = *reinterpret_cast<const uint4*>(unit(at, first_row()) + lane_at);
         if constexpr (SPREAD == 0) {
             return first;
         } else {
-            const uint4 second = *reinterpret_cast<const uint4*>(at + second_row() / 16 * UNIT_BYTES);
+            const uint4 second = *reinterpret_cast<const uint4*>(unit(at, second_row()) + lane_at);
             return first_row() % 16 == 0 ? make_uint4(first.x, second.x, first.z, second.z)
                                          : make_uint4(first.y, second.y, first.w, second.w);
         }
     }
-    __device__ __forceinline__ float load_scale(int stage, int row) const {
-        const char* unit = shared + A_AT + stage * A_STAGE + row / 16 * UNIT_BYTES + CODE_BYTES;
-        return f16_to_float(reinterpret_cast<const f16*>(unit)[row % 16 + threadIdx.x % WARP / 4]);
+    __device__ __forceinline__ float load_scale(const At& at, int row) const {
+        const f16* scales = reinterpret_cast<const f16*>(unit(at, row) + CODE_BYTES);
+        return f16_to_float(scales[row % 16 + threadIdx.x % WARP / 4]);
+    }
+
+    // One group's products, scaled and added. a: halves of its first chunk, made before; c takes those of its second one,
+    // d those of the next group's first.
+    template <int WIDTH>
+    __device__ __forceinline__ void one_group(At& at, float (&sum)[WIDTH / 2], float (&part)[WIDTH / 2],
+                                              uint32_t (&a)[4][4], uint32_t (&c)[4][4], uint32_t (&d)[4][4]) const {
+        const uint64_t b = wgmma_operand(shared_address(shared + at.stage * B_STAGE));
+        barrier_wait(full(at.stage), at.phase, fault, KERNEL_PREFILL, layer);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) wgmma_f16(part, a[s], b + (s * 32 >> 4), s > 0);
+        wgmma_commit();
+        dequantise(at.next, c);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+            wgmma_f16(part, c[s], b + ((WIDTH * ACTIVATION_BLOCK * 2 + s * 32) >> 4), 1);
+        wgmma_commit();
+        const float scale0 = load_scale(at, first_row()), scale1 = load_scale(at, second_row());
+        if (++at.group % A_GROUPS == 0 || at.group == GROUPS) {
+            reads_before_copies();
+            __syncwarp();  // all lanes have read their words and scales
+            if (threadIdx.x % WARP == 0) barrier_arrive(a_empty(at.a_stage));
+            if (++at.a_stage == A_STAGES) at.a_stage = 0, at.a_phase ^= 1;
+            if (at.group < GROUPS) barrier_wait(a_full(at.a_stage), at.a_phase, fault, KERNEL_PREFILL, layer);
+        }
+        if (at.group < GROUPS) {
+            at.next = load_words(at, 1);
+            dequantise(load_words(at, 0), d);
+        }
+        wgmma_wait<0>();
+        pin(a);
+        pin(c);
+        wgmma_pin(part);
+        if (threadIdx.x % WARP == 0) barrier_arrive(empty(at.stage));
+        if (++at.stage == STAGES) at.stage = 0, at.phase ^= 1;
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                sum[4 * n + j] = fmaf(scale0, part[4 * n + j], sum[4 * n + j]);
+                sum[4 * n + 2 + j] = fmaf(scale1, part[4 * n + 2 + j], sum[4 * n + 2 + j]);
+            }
     }
 
     // All output tiles of the block, by the consumers. result(place, sum): sum[4 n + j] is first_row() + g, token
     // 8 n + 2 t + j of the tile's; sum[4 n + 2 + j] is second_row() + g.
     template <int WIDTH, class Result>
     __device__ __forceinline__ void consume(Result& result) const {
-        int stage = 0;
-        uint32_t phase = 0;
+        At at;
         float sum[WIDTH / 2], part[WIDTH / 2];
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) part[i] = 0.0f;
-        for (Place p = first_place(); exists(p); p = place_of(p.block + int(gridDim.x))) {
+        for (Place p = first_place(); exists(p); p = place_after(p)) {
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
-            barrier_wait(full(stage), phase, fault, KERNEL_PREFILL, layer);
-            uint4 words[2] = {load_words(stage, 0), load_words(stage, 1)};
-            uint32_t a[2][4][4];
-            dequantise(words[0], a[0]);
+            at.group = 0;
+            barrier_wait(a_full(at.a_stage), at.a_phase, fault, KERNEL_PREFILL, layer);
+            uint32_t a[4][4], c[4][4], d[4][4];
+            dequantise(load_words(at, 0), a);
+            at.next = load_words(at, 1);
 #pragma unroll 1
-            for (int group = 0; group < GROUPS; ++group) {
-                const uint64_t b = wgmma_operand(shared_address(shared + stage * B_STAGE));
-                wgmma_fence();
-#pragma unroll
-                for (int s = 0; s < 4; ++s) wgmma_f16(part, a[0][s], b + (s * 32 >> 4), s > 0);
-                wgmma_commit();
-                dequantise(words[1], a[1]);
-                wgmma_fence();
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-                    wgmma_f16(part, a[1][s], b + ((WIDTH * ACTIVATION_BLOCK * 2 + s * 32) >> 4), 1);
-                wgmma_commit();
-                const float scale0 = load_scale(stage, first_row()), scale1 = load_scale(stage, second_row());
-                const int used = stage;
-                if (++stage == STAGES) stage = 0, phase ^= 1;
-                if (group + 1 < GROUPS) {
-                    barrier_wait(full(stage), phase, fault, KERNEL_PREFILL, layer);
-                    words[0] = load_words(stage, 0);
-                    words[1] = load_words(stage, 1);
-                }
-                wgmma_wait<1>();
-                pin(a[0]);
-                dequantise(words[0], a[0]);
-                wgmma_wait<0>();
-                pin(a[1]);
-                wgmma_pin(part);
-                reads_before_copies();
-                __syncwarp();  // all lanes have read their words
-                if (threadIdx.x % WARP == 0) barrier_arrive(empty(used));
-#pragma unroll
-                for (int n = 0; n < WIDTH / 8; ++n)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        sum[4 * n + j] = fmaf(scale0, part[4 * n + j], sum[4 * n + j]);
-                        sum[4 * n + 2 + j] = fmaf(scale1, part[4 * n + 2 + j], sum[4 * n + 2 + j]);
-                    }
+            for (int i = 0; i < GROUPS / 2; ++i) {
+                one_group<WIDTH>(at, sum, part, a, c, d);
+                one_group<WIDTH>(at, sum, part, d, c, a);
             }
+            if constexpr (GROUPS % 2 == 1) one_group<WIDTH>(at, sum, part, a, c, d);
             result(p, sum);
         }
     }
@@ -261,13 +284,18 @@ struct Int4Gemm {
                 barrier_init(full(s), 1);
                 barrier_init(empty(s), CONSUMERS / WARP);
             }
+#pragma unroll
+            for (int s = 0; s < A_STAGES; ++s) {
+                barrier_init(a_full(s), 1);
+                barrier_init(a_empty(s), CONSUMERS / WARP);
+            }
             barrier_init_fence();
         }
         __syncthreads();  // the barriers are there
         // Registers of a multiprocessor's quarter: two warps that multiply take most of what three could have.
         if (threadIdx.x >= CONSUMERS) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-            if (threadIdx.x == CONSUMERS) produce(weights, in);
+            if (threadIdx.x < CONSUMERS + WARP) produce(weights, in);
             return;
         }
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

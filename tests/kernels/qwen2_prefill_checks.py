@@ -207,7 +207,7 @@ def check_gate_up(gpu, dims, rows, blocks=None, patch=None):
     x = activations(rng, rows, dims.hidden)
     gate, up = (matrix(rng, dims.inner, dims.hidden) for _ in "gu")
     units = int4_units([gate[:2], up[:2]], tiles=dims.gate_up_tiles)
-    put = [gpu.array(a) for a in (twin.to_tiles(x), units)]
+    put = [gpu.array(a) for a in (twin.to_tiles(x, fill=2), units)]  # a dead row that is written would show
     inner = buffer(gpu, rows, dims.inner)
     args = abi.Qwen2PrefillGateUpArgs(
         gpu.fault.address, 0, 0, rows, *(a.data.ptr for a in (*put, inner))

@@ -219,12 +219,13 @@ BROKEN = {
 }  # fmt: skip
 BROKEN_GEMM = {
     "scale of another group": (
-        "const float scale0 = load_scale(stage,", "const float scale0 = load_scale((stage + 1) % STAGES,"
+        "unit(at, row) + CODE_BYTES", "unit(at, row) + CODE_BYTES - at.group % A_GROUPS * UNIT_BYTES"
     ),
-    "scale of another row": ("scale1 = load_scale(stage, second_row())", "scale1 = load_scale(stage, first_row())"),
+    "scale of another row": ("load_scale(at, second_row())", "load_scale(at, first_row())"),
     "products that pile up": ("b + (s * 32 >> 4), s > 0)", "b + (s * 32 >> 4), 1)"),
     "columns of another chunk": ("WIDTH * ACTIVATION_BLOCK * 2 + s * 32", "s * 32"),
-    "codes without their sign": ('"n"(0x000f000f), "r"(0x64086408u)', '"n"(0x000f000f), "r"(0x64006400u)'),
+    "codes of another pair": ("a[step][row + 2] = pairs[1]", "a[step][row + 2] = pairs[0]"),
+    "another unit": ("at.group % A_GROUPS * UNIT_BYTES;", "(at.group + 1) % A_GROUPS * UNIT_BYTES;"),
 }  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def _gemm(
     source: str, entry: str, args: type, out_rows: int, k: int, rows: int, *, stages: int, staged: int, defines: Defines
 ) -> Kernel:
     """A product of all weight rows and the chunk's tokens by blocks that take output tiles in turn."""
-    stage = _BLOCK_TOKENS * GROUP * 2 + _BLOCK_ROWS // TILE * UNIT_BYTES
-    smem = stages * stage + staged + 128  # and the barriers
+    weights = 2 * 4 * (_BLOCK_ROWS // TILE) * UNIT_BYTES  # two stages of four groups
+    smem = stages * _BLOCK_TOKENS * GROUP * 2 + weights + staged + 128  # and the barriers
     tiles = _ceil(out_rows, _BLOCK_ROWS) * _ceil(rows, _LEAST_TOKENS)
     grid = (max(1, min(MULTIPROCESSORS, tiles)), 1, 1)
     sizes: Defines = (("OUT_ROWS", out_rows), ("K", padded(k)), ("STAGES", stages))
@@ -78,7 +78,7 @@ def qkv(dims: Qwen2Dims, rows: int = CHUNK) -> Kernel:
     """q float16 [rows, q_heads, head_size], K and V into their pages, from normed in tiles; twin: `qkv`."""
     return _gemm(
         "qwen2_prefill_qkv.cu", "qwen2_prefill_qkv", Qwen2PrefillQkvArgs, dims.qkv_rows, dims.hidden, rows,
-        stages=4, staged=_BLOCK_TOKENS * (_BLOCK_ROWS + 8) * 2, defines=_heads(dims),
+        stages=4, staged=64 * (_BLOCK_ROWS + 8) * 2, defines=_heads(dims),
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def gate_up(dims: Qwen2Dims, rows: int = CHUNK) -> Kernel:
     """inner float16 [rows, inner] in tiles, INNER_SCALE * silu(gate) * up, from normed in tiles; twin: `gate_up`."""
     return _gemm(
         "qwen2_prefill_gate_up.cu", "qwen2_prefill_gate_up", Qwen2PrefillGateUpArgs, dims.gate_up_tiles * TILE,
-        dims.hidden, rows, stages=5, staged=_BLOCK_TOKENS * _BLOCK_ROWS, defines=(),
+        dims.hidden, rows, stages=4, staged=_BLOCK_TOKENS * _BLOCK_ROWS, defines=(),
     )  # fmt: skip
 
 
