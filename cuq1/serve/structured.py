@@ -34,7 +34,7 @@ CACHED = 64  # compiled grammars that are kept: an agent sends the same ones eve
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # One space, or a line break and indentation: without a bound, a model could go on with whitespace for ever.
-_WHITESPACE = {"whitespace_pattern": r"(?: |\n[ \t]{0,64})"}
+_WHITESPACE = {"whitespace_pattern": r"(?: |\n(?: {0,32}|\t{0,8}))"}
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # a schema is its sender's, and belongs into no log
 
 Choice = Literal["auto", "none", "required"]
@@ -164,9 +164,11 @@ class Grammars:
             library, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS
         )
         if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
-        if matcher.is_error():
-            raise ApiError("invalid", f"{param}: this schema cannot be enforced ({_reason(matcher)})", param)
+            begun = matcher.deep_copy()  # some schemas are refused at their first token only
+            begun.compute_bitmask()
+        if matcher.is_error() or begun.is_error():
+            reason = _reason(matcher if matcher.is_error() else begun)
+            raise ApiError("invalid", f"{param}: this schema cannot be enforced ({reason})", param)
         with self._lock:
             self._compiled[lark] = matcher
             if len(self._compiled) > CACHED:

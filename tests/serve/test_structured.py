@@ -1,0 +1,443 @@
+"""Answers that follow a grammar parse and validate, with drafts and whatever is taken back; without it they do not."""
+
+import json
+import random
+import time
+from dataclasses import dataclass, replace
+
+import jsonschema
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+from cuq1.errors import RequestError
+from cuq1.reference.engine import ReferenceEngine
+from cuq1.sampling import MaskPath
+from cuq1.serve.grammar_mask import GrammarMask, Phase
+from cuq1.serve.request import ApiError
+from cuq1.serve.structured import MAX_PATTERN, MAX_REPEAT, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammars
+from cuq1.text import ChatTemplate, Tokenizer, check_tools
+from cuq1.text.formats import HERMES
+from cuq1.text.output import OutputStream
+from tests.paths import NANO
+from tests.serve.schemas import answer_schema, tool
+
+TOKENIZER = Tokenizer.load(NANO, 4096)
+TEMPLATE = ChatTemplate.load(NANO, TOKENIZER)
+STOP = (0,)
+GRAMMARS = Grammars(TOKENIZER, STOP)
+SEED = random.randrange(10**6)
+SCHEMAS = 200
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with ReferenceEngine(NANO) as opened:
+        yield opened
+
+
+def valid(text, schema):
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+FIELDS = ("content", "reasoning", "tool_calls")
+
+
+@dataclass
+class Answered:
+    content: str
+    reasoning: str
+    tool_calls: tuple
+    accepted: int
+
+
+def answer(engine, constraint, prompt, seed, tools=(), max_tokens=1500, **params):
+    """(message, finish reason) of one request."""
+    params = replace(engine.default_params, seed=seed, max_tokens=max_tokens, **params)
+    engine.prefill(prompt.ids)
+    stream = engine.decode(params, mask=constraint and constraint.mask(prompt.in_reasoning))
+    output = OutputStream(TOKENIZER, tools=tools or None, reasoning=prompt.in_reasoning)
+    accepted = 0
+    for step in stream:
+        accepted += step.accepted
+        for token in step:
+            if token not in STOP:
+                output.feed(token)
+    output.finish()
+    return Answered(
+        **{name: getattr(output.message(), name) for name in FIELDS}, accepted=accepted
+    ), stream.finish_reason
+
+
+def prompt(text, tools=None, thinking=False):
+    return TEMPLATE.prompt([{"role": "user", "content": text}], tools=tools, enable_thinking=thinking)
+
+
+def test_200_random_schemas_with_drafts(engine):
+    asked, accepted, right_without = prompt("Answer in JSON."), 0, 0
+    for number in range(SCHEMAS):
+        schema = answer_schema(random.Random(SEED + number), 1)
+        message, reason = answer(engine, GRAMMARS.constraint(schema=schema), asked, number)
+        assert reason == "stop", (SEED + number, schema, message)
+        assert valid(message.content, schema), (SEED + number, schema, message)
+        accepted += message.accepted
+        if number < 20:
+            right_without += valid(answer(engine, None, asked, number, max_tokens=60)[0].content, schema)
+    assert accepted > SCHEMAS
+    assert right_without <= 2
+
+
+@pytest.mark.parametrize("params", [{"draft": "off"}, {"draft": 7}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0}])
+def test_whatever_the_parameters(engine, params):
+    for number in range(5):
+        schema = answer_schema(random.Random(SEED + number), 1)
+        message, reason = answer(engine, GRAMMARS.constraint(schema=schema), prompt("JSON"), number, **params)
+        assert reason == "stop", (SEED + number, schema, message)
+        assert valid(message.content, schema), (SEED + number, schema, message)
+
+
+def broken_pop(self, count):
+    del self._history[-count:]
+
+
+def broken_push(self, token):
+    """Goes on from what was committed as if drafts were nothing."""
+    self._history.append((self._phase, self._matcher, False))
+
+
+@pytest.mark.parametrize(("name", "broken"), [("pop", broken_pop), ("push", broken_push)])
+def test_a_grammar_that_does_not_follow_the_tokens_is_noticed(engine, monkeypatch, name, broken):
+    monkeypatch.setattr(GrammarMask, name, broken)
+    wrong = 0
+    for number in range(10):
+        schema = answer_schema(random.Random(SEED + number), 1)
+        try:
+            message, reason = answer(engine, GRAMMARS.constraint(schema=schema), prompt("JSON"), number, max_tokens=200)
+            wrong += reason != "stop" or not valid(message.content, schema)
+        except RequestError:
+            wrong += 1
+    assert wrong > 2
+
+
+def test_a_target_without_the_mask_is_noticed(engine, monkeypatch):
+    verified = ReferenceEngine._verified
+
+    def unmasked(self, *args):
+        masks, self._masks = self._masks, MaskPath()
+        try:
+            return verified(self, *args)
+        finally:
+            self._masks = masks
+
+    monkeypatch.setattr(ReferenceEngine, "_verified", unmasked)
+    constraint = GRAMMARS.constraint(schema=answer_schema(random.Random(SEED)))
+    with pytest.raises(RequestError):
+        answer(engine, constraint, prompt("JSON"), 1)
+
+
+def test_reasoning_comes_before(engine):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
+    asked = prompt("How many?", thinking=True)
+    assert asked.in_reasoning
+    reasoned = 0
+    for seed in range(6):
+        message, reason = answer(engine, GRAMMARS.constraint(schema=schema), asked, seed, max_tokens=150)
+        if reason == "stop":
+            assert valid(message.content, schema)
+            reasoned += bool(message.reasoning)
+    assert reasoned > 2
+
+
+def test_json_object(engine):
+    for seed in range(4):
+        message, reason = answer(
+            engine, GRAMMARS.constraint(schema={"type": "object"}), prompt("JSON"), seed, max_tokens=200
+        )
+        if reason == "stop":
+            assert isinstance(json.loads(message.content), dict)
+
+
+def random_walk(mask, rng, most=3000):
+    """Random tokens that the mask allows, ended by a stop token; often some are tried and taken back before."""
+    tokens = []
+    while len(tokens) < most:
+        allowed = mask.allowed()
+        if rng.random() < 0.3:
+            tried = rng.randrange(1, 8)
+            for _ in range(tried):
+                mask.push(pick(mask.allowed(), rng))
+            mask.pop(tried)
+            again = mask.allowed()
+            assert (allowed is None) == (again is None)
+            assert allowed is None or (again == allowed).all()
+        token = pick(allowed, rng)
+        mask.push(token)
+        if token in STOP:
+            return tokens
+        tokens.append(token)
+    raise AssertionError("no end")
+
+
+def pick(allowed, rng):
+    if allowed is None:
+        return rng.choice([8, 0, 300, 301, 302])
+    ids = np.flatnonzero(allowed).tolist()
+    tags = [i for i in ids if i < 14]
+    return rng.choice(tags if tags and rng.random() < 0.1 else ids)
+
+
+def parsed(tokens, tools, reasoning=False):
+    output = OutputStream(TOKENIZER, tools=tools, reasoning=reasoning)
+    for token in tokens:
+        output.feed(token)
+    output.finish()
+    return output.message()
+
+
+def test_random_ways_through_random_schemas():
+    rng = random.Random(SEED)
+    for number in range(150):
+        schema = answer_schema(rng)
+        constraint = GRAMMARS.constraint(schema=schema)
+        text = TOKENIZER.decode(random_walk(constraint.mask(False), rng))
+        assert valid(text, schema), (SEED, number, schema, text)
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+def test_random_ways_through_random_calls(choice):
+    """What the parser reads out of the model's markup are calls whose arguments validate, and nothing else."""
+    rng, seen = random.Random(SEED), 0
+    for number in range(80):
+        tools = check_tools([tool(rng, i) for i in range(rng.randrange(1, 4))])
+        name = tools[-1]["function"]["name"]
+        asked = {"name": name} if choice == "named" else choice
+        constraint = GRAMMARS.constraint(tools=tools, choice=asked)
+        message = parsed(random_walk(constraint.mask(False), rng), tools)
+        schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+        for call in message.tool_calls:
+            assert valid(call.arguments, schemas[call.name]), (SEED, number, schemas[call.name], call)
+        seen += len(message.tool_calls)
+        if choice == "auto":
+            assert "<iquest_tool_call>" not in message.content
+        else:
+            assert message.content.strip() == ""
+            assert message.tool_calls
+        if choice == "named":
+            assert [call.name for call in message.tool_calls] == [name]
+    assert seen > 40
+
+
+def test_calls_of_the_model(engine):
+    rng, free = random.Random(SEED), 0
+    for number in range(10):
+        tools = check_tools([tool(rng, i) for i in range(2)])
+        asked = prompt("Do something", tools)
+        schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+        message, reason = answer(engine, GRAMMARS.constraint(tools=tools, choice="required"), asked, number, tools)
+        assert reason == "stop", (SEED, message)
+        assert message.tool_calls
+        assert not message.content.strip()
+        assert all(valid(call.arguments, schemas[call.name]) for call in message.tool_calls), (SEED, message, schemas)
+        message, _ = answer(engine, None, asked, number, tools, max_tokens=60)
+        free += bool(message.tool_calls) and all(valid(one.arguments, schemas[one.name]) for one in message.tool_calls)
+    assert free <= 2
+
+
+def test_calls_or_json():
+    rng = random.Random(SEED)
+    tools = check_tools([tool(rng, 1)])
+    constraint = GRAMMARS.constraint(
+        tools=tools,
+        schema={"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"], "additionalProperties": False},
+    )
+    kinds = set()
+    for _ in range(40):
+        message = parsed(random_walk(constraint.mask(False), rng), tools)
+        kinds.add(bool(message.tool_calls))
+        assert message.tool_calls or json.loads(message.content) == {"k": 1}
+    assert kinds == {True, False}
+
+
+def test_one_call_at_the_most_where_they_are_not_parallel():
+    rng = random.Random(SEED)
+    tools = check_tools([tool(rng, 1)])
+    for choice in ("required", "auto"):
+        constraint = GRAMMARS.constraint(tools=tools, choice=choice, parallel=False)
+        for _ in range(20):
+            assert len(parsed(random_walk(constraint.mask(False), rng), tools).tool_calls) <= 1
+    several = GRAMMARS.constraint(tools=tools, choice="required")
+    assert max(len(parsed(random_walk(several.mask(False), rng), tools).tool_calls) for _ in range(20)) > 1
+
+
+def test_a_tool_that_is_not_strict_is_called_as_far_as_its_schema_can_be_expressed():
+    rng = random.Random(SEED)
+    function = {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "at": {"type": "string", "pattern": "^(?=x)"},
+                "n": {"not": {"type": "string"}},
+                "deep": {"type": "integer"},
+            },
+            "required": ["at", "deep"],
+            "minProperties": 2,
+        },
+    }
+    tools = check_tools([{"type": "function", "function": function}])
+    constraint = GRAMMARS.constraint(tools=tools, choice="required", parallel=False)
+    for _ in range(10):
+        (call,) = parsed(random_walk(constraint.mask(False), rng), tools).tool_calls
+        found = json.loads(call.arguments)
+        assert isinstance(found["at"], str)
+        assert isinstance(found["deep"], int)
+    with pytest.raises(ApiError, match="strict tool 'look'"):
+        GRAMMARS.constraint(tools=check_tools([{"type": "function", "function": function | {"strict": True}}]))
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_phases(thinking):
+    tools = check_tools(
+        [{"type": "function", "function": {"name": "go", "strict": True, "parameters": {"type": "object"}}}]
+    )
+    mask = GRAMMARS.constraint(tools=tools).mask(thinking)
+    assert mask._phase is (Phase.REASONING if thinking else Phase.FREE)
+    if thinking:
+        assert not mask.allowed()[0]
+        assert mask.allowed().sum() == 4095
+        mask.push(8)  # a call within reasoning is none
+        mask.push(7)
+    assert mask.allowed() is None
+    way = [8, *TOKENIZER.encode("go", control=False), 9]
+    for token in way:
+        allowed = mask.allowed()
+        assert allowed is None or allowed[token]
+        mask.push(token)
+    assert mask.allowed() is None
+    mask.push(0)
+    assert np.flatnonzero(mask.allowed()).tolist() == [0]
+    mask.push(0)
+    mask.pop(len(way) + 2)
+    assert mask.allowed() is None
+
+
+def test_qwen2s_calls_are_json():
+    """A tokenizer with Qwen2.5's tags, as far as a grammar sees it."""
+    added = {"<tool_call>": 8, "</tool_call>": 9, "<|im_end|>": 0}
+    tokenizer = Tokenizer(TOKENIZER._bpe, added, 4096)
+    grammars = Grammars(tokenizer, STOP, HERMES)
+    rng = random.Random(SEED)
+    for number in range(40):
+        tools = check_tools([tool(rng, i) for i in range(rng.randrange(1, 3))])
+        constraint = grammars.constraint(tools=tools, choice="required")
+        tokens = random_walk(constraint.mask(False), rng)
+        output = OutputStream(tokenizer, tools=tools, calls=HERMES)
+        for token in tokens:
+            output.feed(token)
+        output.finish()
+        message = output.message()
+        schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+        assert message.tool_calls, (SEED, number, tokenizer.decode(tokens))
+        assert not message.content.strip()
+        assert all(valid(call.arguments, schemas[call.name]) for call in message.tool_calls), (SEED, message)
+
+
+def test_what_asks_for_nothing_is_no_constraint():
+    tools = check_tools([{"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}])
+    assert GRAMMARS.constraint() is None
+    assert GRAMMARS.constraint(tools=tools) is None
+    assert GRAMMARS.constraint(tools=tools, choice="none") is None
+
+
+def deep(levels):
+    schema = {"type": "string"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+REFUSED = {
+    "too large": ({"enum": ["x" * 100] * (MAX_SCHEMA_BYTES // 100)}, "larger than 256 KiB"),
+    "too deep": (deep(MAX_SCHEMA_DEPTH + 1), "nested deeper"),
+    "a long pattern": ({"type": "string", "pattern": "a" * (MAX_PATTERN + 1)}, "longer than 2048 characters"),
+    "a pattern of keys": ({"patternProperties": {"a" * (MAX_PATTERN + 1): {}}}, "longer than 2048 characters"),
+    "a large count": ({"type": "array", "minItems": MAX_REPEAT + 1}, "minItems is above"),
+    "not": ({"not": {"type": "string"}}, "cannot be enforced"),
+    "an impossible schema": ({"type": "string", "enum": [3]}, "cannot be enforced"),
+    "a lookahead": ({"type": "string", "pattern": "(?=x)y"}, "cannot be enforced"),
+    "a broken pattern": ({"type": "string", "pattern": "("}, "cannot be enforced"),
+    "a reference to nowhere": ({"$ref": "#/$defs/gone"}, "cannot be enforced"),
+    "a reference to elsewhere": ({"$ref": "https://example.com/s.json"}, "cannot be enforced"),
+    "an unknown type": ({"type": "text"}, "cannot be enforced"),
+    "an unknown format": ({"type": "string", "format": "colour"}, "cannot be enforced"),
+    "nothing": (False, "allows something"),
+    "a cycle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "cannot be enforced"),
+    "many unions": (
+        {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {"type": "integer"}}} for j in range(8)]} for i in range(8)]},
+        "cannot be enforced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_schemas_that_are_refused(name):
+    schema, says = REFUSED[name]
+    begun = time.monotonic()
+    with pytest.raises(ApiError, match=says) as found:
+        GRAMMARS.constraint(schema=schema, param="text.format")
+    assert (found.value.kind, found.value.param) == ("invalid", "text.format")
+    assert "\n" not in found.value.message
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("choice", ["required", {"name": "gone"}])
+def test_calls_that_cannot_be_are_refused(choice):
+    tools = check_tools([{"type": "function", "function": {"name": "go"}}])
+    with pytest.raises(ApiError, match="tool_choice"):
+        GRAMMARS.constraint(tools=[] if choice == "required" else tools, choice=choice)
+
+
+def test_a_model_without_tags_is_asked_for_no_calls():
+    plain = Grammars(Tokenizer(TOKENIZER._bpe, {"<|end|>": 0}, 4096), STOP)
+    tools = check_tools([{"type": "function", "function": {"name": "go"}}])
+    with pytest.raises(ApiError, match="no token <"):
+        plain.constraint(tools=tools, choice="required")
+    with pytest.raises(RequestError, match="reasoning ends without a token"):
+        plain.constraint(schema={"type": "object"}).mask(True)
+
+
+def test_a_grammar_is_compiled_once_and_used_by_many():
+    schema = answer_schema(random.Random(SEED))
+    one, other = GRAMMARS.constraint(schema=schema), GRAMMARS.constraint(schema=schema)
+    assert one.matcher is other.matcher
+    first, second = one.mask(False), one.mask(False)
+    before = second.allowed()
+    random_walk(first, random.Random(1))
+    assert (second.allowed() == before).all()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(a|b)*a(a|b){600}(a|b){600}"},
+        {"type": "string", "pattern": "((a{1,50}){1,50}){1,50}"},
+        {"type": "array", "minItems": 9999, "items": {"type": "array", "minItems": 9999, "items": {"type": "array"}}},
+        {"enum": [f"value {i} {i * i}" for i in range(9000)]},
+        {"anyOf": [{"type": "object", "properties": {f"k{i}": {}, "b": {"const": i}}} for i in range(1500)]},
+        {"type": "object", "properties": {f"k{i}": {"pattern": f"^a{{{i},{2 * i}}}b+$"} for i in range(900)}},
+    ],
+)
+def test_grammars_that_explode_cost_no_more_than_moments(schema):
+    begun, rng = time.monotonic(), random.Random(1)
+    mask = GRAMMARS.constraint(schema=schema).mask(False)
+    try:
+        for _ in range(30):
+            mask.push(pick(mask.allowed(), rng))
+    except RequestError as error:
+        assert "too complex" in str(error)  # noqa: PT017  (either end is right)
+    assert time.monotonic() - begun < 5
