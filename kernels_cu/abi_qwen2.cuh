@@ -37,7 +37,8 @@ struct Qwen2EmbedArgs {
     int* page_table;         // [max_pages]: the page of positions 16 i .. 16 i + 15, or -1
     const int* free_pages;
     int max_pages;
-    int reserved;
+    int unready_pieces;      // of 16 bytes
+    uint4* unready;          // what the first layer's qwen2_chain stores, to be made NOT_READY, or null
 };
 
 // x = residual + pieces of a projection before; rms(x, norm); then q, k, v: pieces [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE].
@@ -113,6 +114,31 @@ struct Qwen2GateUpArgs {
     const uint8_t* weights;
     float* residual_out;     // [HIDDEN]: x. Not where residual lies
     f16* inner;              // [PADDED(INNER)], zeros beyond
+};
+
+// o_proj, the MLP and the next layer's q, k and v in one launch. Words of o_pieces, inner and down_pieces are NOT_READY until
+// they are stored.
+struct Qwen2ChainArgs {
+    Fault* fault;
+    const int* live;
+    int layer;
+    int rows;
+    const f16* attended;            // [PADDED(Q_HEADS HEAD_SIZE)]
+    const uint8_t* o_weights;
+    const uint8_t* gate_up_weights;
+    const uint8_t* down_weights;
+    const uint8_t* qkv_weights;     // of the next layer, or null in the last one
+    const f16* post_norm;           // [HIDDEN]
+    const f16* next_norm;           // [HIDDEN], the next layer's input_norm, or null
+    const float* residual;          // [HIDDEN]
+    float* residual_out;            // [HIDDEN]: x with the MLP's output, or without it in the last layer. Not residual
+    float* o_pieces;                // [O_PIECES][HIDDEN]
+    f16* inner;                     // [PADDED(INNER)], INNER_SCALE * silu(gate) * up
+    float* down_pieces;             // [DOWN_PIECES][HIDDEN]
+    float* qkv_pieces;              // [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE], or null
+    uint4* unready;                 // what the next layer's launch stores, to be made NOT_READY, or null
+    int unready_pieces;             // of 16 bytes
+    int reserved;
 };
 
 // x = residual + pieces of the last down, if given; rms(x, norm), as lm_head reads it.

@@ -1,6 +1,7 @@
 // A Qwen2 token's way in and out: its row of the embedding and its page of the KV cache; the norm before the logits.
 #include "abi_qwen2.cuh"
 #include "common/fault.cuh"
+#include "common/flagged.cuh"
 #include "common/pdl.cuh"
 #include "common/pieces.cuh"
 #include "common/reduce.cuh"
@@ -15,7 +16,8 @@ static_assert(HIDDEN % 8 == 0, "a row of halves is whole vectors of 16 bytes");
 
 // residual = table[token]. A position whose page is not there yet takes the last free one. A token outside the vocabulary
 // is reported and taken as 0; so is a position without a page, which then stays without.
-//   PRECOND  grid ceil(HIDDEN / 8 / 128), block 128. table and residual 16-byte aligned. tokens, positions, pages and
+// What the first layer's qwen2_chain polls is made NOT_READY.
+//   PRECOND  grid ceil(HIDDEN / 8 / 128) or more, block 128. table and residual 16-byte aligned. tokens, positions, pages and
 //            page_table may be the predecessor's: all are read behind pdl_wait(). No other launch changes pages meanwhile.
 //   Reads HIDDEN * 2 bytes of the table, writes HIDDEN * 4.
 // Why so: one trip for the token, one for its row; more than one block, so that the row comes through several
@@ -35,6 +37,8 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS) qwen2_embed(const __
         to[0] = make_float4(x0.x, x0.y, x1.x, x1.y);
         to[1] = make_float4(x2.x, x2.y, x3.x, x3.y);
     }
+    for (int i = int(blockIdx.x) * EMBED_THREADS + int(threadIdx.x); i < a.unready_pieces; i += int(gridDim.x) * EMBED_THREADS)
+        a.unready[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
     if (blockIdx.x > 0) return;
     if (threadIdx.x == 0 && !known) report_fault(a.fault, FAULT_TOKEN, KERNEL_EMBED, a.layer, __ldcg(a.tokens));
     if (threadIdx.x == WARP) {  // another warp than the report's

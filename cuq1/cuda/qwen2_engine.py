@@ -32,9 +32,9 @@ class Qwen2CudaEngine(DeviceEngine):
 
     model: opened, or for benchmarks a config alone, or a layout: its weights are then random.
     context: positions that the caches hold; where it is None the model's, or as many as memory holds. loop, timeout,
-    progress, defines: as in Options. say(text): is told what is not as one may expect. Raises ConfigError,
-    CheckpointError, RequestError for a context that the model does not have, and DeviceError where there is no usable
-    GPU or too little memory.
+    progress, defines: as in Options. chained: as in models.qwen2.Model. say(text): is told what is not as one may
+    expect. Raises ConfigError, CheckpointError, RequestError for a context that the model does not have, and
+    DeviceError where there is no usable GPU or too little memory.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Qwen2CudaEngine(DeviceEngine):
         loop: LoopKind = "device",
         timeout: float = TIMEOUT,
         defines: Mapping[str, Defines] | None = None,
+        chained: bool = False,
         say: Callable[[str], None] = _say,
     ) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Qwen2CudaEngine(DeviceEngine):
         self.config: Qwen2Config = model.config
         self.default_params = DecodeParams(**vars(model.config.sampling))
         self._take_context(context)
-        open_device()
+        device = open_device()
         if context is None:
             longest, held = self.context, fitting(source.layout, free_memory())
             if held < longest:
@@ -64,7 +65,8 @@ class Qwen2CudaEngine(DeviceEngine):
                 say(f"the context is cut from {longest} to {held} positions, which this GPU's free memory holds")
         if isinstance(source, Qwen2Source) and source.packed.rounded:
             say(f"{source.packed.where} is rounded to INT4 while it is loaded: pack it once with python -m cuq1.pack")
-        resolved = qwen2.resolve(self.config, source.layout, capacity=self.context)
+        sms = device.multiprocessors
+        resolved = qwen2.resolve(self.config, source.layout, capacity=self.context, sms=sms, chained=chained)
         self._start(resolved, source, default_rule(), options)
 
 

@@ -18,9 +18,9 @@ from cuq1.config_qwen2 import Qwen2Config
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import head, qwen2_attention, qwen2_head
 from cuq1.models.collect import Tensor, buffer_of
-from cuq1.plan.dims import MAX_TOP_K, ROWS, Dims
+from cuq1.plan.dims import MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, padded, pieces
-from cuq1.plan.types import Buffer
+from cuq1.plan.types import Buffer, Ref
 
 HALF = 2  # bytes
 
@@ -51,11 +51,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """capacity: positions that the caches hold, whole pages of them."""
+    """capacity: positions that the caches hold, whole pages of them. chained: what lies between two attentions is one
+    launch, for which all blocks have to be resident together."""
 
     config: Qwen2Config
     weights: Weights
     capacity: int
+    chained: bool = False
 
     draft = None
 
@@ -112,10 +114,31 @@ class Model:
         }
 
 
-def resolve(config: Qwen2Config, weights: Weights, *, capacity: int | None = None) -> Model:
-    """capacity: positions, the whole context where it is None; caches are of whole pages."""
+def resolve(
+    config: Qwen2Config,
+    weights: Weights,
+    *,
+    capacity: int | None = None,
+    sms: int = MULTIPROCESSORS,
+    chained: bool = False,
+) -> Model:
+    """capacity: positions, the whole context where it is None; caches are of whole pages. sms: the GPU's
+    multiprocessors; chained: as in Model, where there are enough of these."""
     positions = config.max_position_embeddings if capacity is None else capacity
-    return Model(config, weights, -(-positions // PAGE) * PAGE)
+    return Model(config, weights, -(-positions // PAGE) * PAGE, chained and sms >= MULTIPROCESSORS)
+
+
+def handed_words(d: Qwen2Dims) -> int:
+    """Words that the blocks of a chain hand to one another: see `handed`."""
+    return (pieces(d.hidden, d.q_width) + pieces(d.hidden, d.inner)) * d.hidden + padded(d.inner) * HALF // 4
+
+
+def handed(d: Qwen2Dims, layer: int) -> dict[str, Ref]:
+    """What a layer's chain stores for itself; neighbouring layers take turns: one clears what the next fills."""
+    start = layer % 2 * 4 * handed_words(d)
+    down = start + pieces(d.hidden, d.q_width) * d.hidden * 4
+    inner = down + pieces(d.hidden, d.inner) * d.hidden * 4
+    return {name: Ref("handed", at) for name, at in (("o_pieces", start), ("down_pieces", down), ("inner", inner))}
 
 
 def position_bytes(config: Qwen2Config) -> int:
@@ -155,6 +178,7 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("o_pieces", (pieces(d.hidden, d.q_width), d.hidden), f32),
         buffer_of("inner", (padded(d.inner),), f16),
         buffer_of("down_pieces", (pieces(d.hidden, d.inner), d.hidden), f32),
+        buffer_of("handed", (2, handed_words(d)), f32),
         buffer_of("hidden16", (ROWS, padded(d.hidden)), f16),
         buffer_of("logits", (1, d.vocab), f32),
         buffer_of("top_values", lists, f32),

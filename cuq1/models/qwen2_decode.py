@@ -1,7 +1,10 @@
 """A Qwen2 model's decode plans: the launches of one token.
 
-    embed, then for each layer  qkv > attention (> combine) > o_proj > gate_up > down,
+    embed > qkv, then for each layer  attention (> combine) > chain,
     norm > lm_head > top_k > accept.
+
+A chain is o_proj > gate_up > down > qkv of the next layer in one launch. Where the GPU has too few multiprocessors for
+it, each is a launch of its own.
 
 The norms between down and the next qkv, and between o_proj and gate_up, are those kernels' own part, and so are the
 sums: a projection leaves pieces, which whoever reads adds to the residual. The residual's two rows take turns, as a
@@ -14,7 +17,7 @@ from typing import Any
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import head, qwen2_attention, qwen2_gemv, qwen2_head, qwen2_rows
 from cuq1.models.collect import Collector
-from cuq1.models.qwen2 import HALF, Layer, Model, working_buffers
+from cuq1.models.qwen2 import HALF, Layer, Model, handed, handed_words, working_buffers
 from cuq1.plan.types import Plan, Ref
 
 
@@ -51,11 +54,19 @@ def _embed(b: Builder) -> None:
         "page_table": Ref("page_table"),
         "free_pages": Ref("free_pages"),
         "max_pages": b.model.pages,
+        **_unready(b, 0),
     }
     b.put(qwen2_rows.embed(d), "embed", 0, args, d.hidden * HALF, d.hidden * 4)
 
 
-def _attention(b: Builder, layer: Layer) -> None:
+def _unready(b: Builder, layer: int) -> dict[str, Any]:
+    """What is to be cleared for a layer's chain."""
+    if not b.model.chained or layer >= len(b.model.layers):
+        return {"unready": 0, "unready_pieces": 0}
+    return {"unready": handed(b.model.sizes, layer)["o_pieces"], "unready_pieces": handed_words(b.model.sizes) // 4}
+
+
+def _qkv(b: Builder, layer: Layer) -> None:
     d, p, number = b.model.sizes, layer.prefix, layer.number
     before, after = _residuals(b)
     weights = b.weight(f"{p}.qkv")
@@ -68,6 +79,10 @@ def _attention(b: Builder, layer: Layer) -> None:
         "out": Ref("qkv_pieces"),
     }
     b.put(qwen2_gemv.qkv(d), "qkv", number, qkv, b.size(weights), d.qkv_rows * 4)
+
+
+def _attention(b: Builder, layer: Layer) -> None:
+    d, p, number = b.model.sizes, layer.prefix, layer.number
     partial = {name: Ref(name) for name in ("partial_out", "partial_max", "partial_sum")}
     splits = b.model.splits
     attention = {
@@ -88,14 +103,40 @@ def _attention(b: Builder, layer: Layer) -> None:
     if not b.short:
         combine = {**partial, "attended": Ref("attended"), "splits": splits}
         b.put(qwen2_attention.combine(d), "combine", number, combine, 0, d.q_width * HALF)
-    o = b.weight(f"{p}.o")
-    args = {"in": Ref("attended"), "weights": o, "out": Ref("o_pieces"), "scale": 1.0}
-    b.put(qwen2_gemv.o_proj(d), "o_proj", number, args, b.size(o), d.hidden * 4)
+
+
+def _chain(b: Builder, layer: Layer) -> None:
+    d, p, number = b.model.sizes, layer.prefix, layer.number
+    last = number + 1 == len(b.model.layers)
+    rows = _residuals(b)
+    following = f"layers.{number + 1}"
+    weights = {
+        "o_weights": b.weight(f"{p}.o"),
+        "gate_up_weights": b.weight(f"{p}.gate_up"),
+        "down_weights": b.weight(f"{p}.down"),
+        "qkv_weights": 0 if last else b.weight(f"{following}.qkv"),
+    }
+    args = {
+        "attended": Ref("attended"),
+        **weights,
+        "post_norm": b.weight(f"{p}.post_norm"),
+        "next_norm": 0 if last else b.weight(f"{following}.input_norm"),
+        "residual": rows[number % 2],
+        "residual_out": rows[1 - number % 2],
+        **handed(d, number),
+        "qkv_pieces": 0 if last else Ref("qkv_pieces"),
+        **_unready(b, number + 1),
+    }
+    write = 4 * (handed_words(d) + d.hidden + (0 if last else d.qkv_rows))
+    b.put(qwen2_gemv.chain(d, last=last), "chain", number, args, b.size(*weights.values()), write)
 
 
 def _mlp(b: Builder, layer: Layer) -> None:
     d, p, number = b.model.sizes, layer.prefix, layer.number
     before, after = _residuals(b)
+    o = b.weight(f"{p}.o")
+    args: dict[str, Any] = {"in": Ref("attended"), "weights": o, "out": Ref("o_pieces"), "scale": 1.0}
+    b.put(qwen2_gemv.o_proj(d), "o_proj", number, args, b.size(o), d.hidden * 4)
     weights = b.weight(f"{p}.gate_up")
     gate_up = {
         "residual": after,
@@ -123,12 +164,15 @@ def _token(b: Builder) -> None:
     """The forward pass of the state's token: logits."""
     d = b.model.sizes
     _embed(b)
-    for layer in b.model.layers:
+    layers, chained = b.model.layers, b.model.chained
+    for layer in layers:
+        if not chained or layer.number == 0:
+            _qkv(b, layer)
         _attention(b, layer)
-        _mlp(b, layer)
+        (_chain if chained else _mlp)(b, layer)
     norm = {
-        "residual": _residuals(b)[0],
-        "pieces": Ref("down_pieces"),
+        "residual": _residuals(b)[len(layers) % 2 if chained else 0],
+        "pieces": handed(d, len(layers) - 1)["down_pieces"] if chained else Ref("down_pieces"),
         "norm": b.weight("norm"),
         "normed": Ref("hidden16"),
     }

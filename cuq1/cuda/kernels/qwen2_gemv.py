@@ -3,7 +3,7 @@
 from ctypes import Structure
 from dataclasses import dataclass
 
-from cuq1.cuda.abi import Qwen2GateUpArgs, Qwen2HeadArgs, Qwen2ProjectionArgs, Qwen2QkvArgs
+from cuq1.cuda.abi import Qwen2ChainArgs, Qwen2GateUpArgs, Qwen2HeadArgs, Qwen2ProjectionArgs, Qwen2QkvArgs
 from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.kernel import Define, Kernel
 from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES, Qwen2Dims, padded, pieces, tiles
@@ -51,6 +51,7 @@ GATE_UP = Ring(2, 4, AFTER_COPIES)
 DOWN = Ring(2, 5, AFTER_COPIES)
 WIDE_DOWN = Ring(2, 4, AFTER_COPIES)  # where the token takes more than 40 KB
 LM_HEAD = Ring(2, 8, AFTER_WAIT)
+CHAIN = Ring(1, 7, AFTER_WAIT, warps=16)
 
 
 def common(dims: Qwen2Dims) -> Defines:
@@ -101,6 +102,19 @@ def lm_head(dims: Qwen2Dims, ring: Ring = LM_HEAD) -> Kernel:
     return _kernel("head", "qwen2_lm_head", Qwen2HeadArgs, dims, ring, dims.hidden, blocks)
 
 
+def chain(dims: Qwen2Dims, ring: Ring = CHAIN, *, last: bool = False) -> Kernel:
+    """o_proj, gate_up, down and the next layer's qkv, or in the last layer none: as the kernels of these names.
+
+    All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them.
+    """
+    defines = (*common(dims), *ring.defines, ("LAST", int(last)))
+    smem = ring.smem(max(dims.hidden, dims.q_width, dims.inner))
+    grid = (MULTIPROCESSORS, 1, 1)
+    return Kernel(
+        "qwen2_chain.cu", "qwen2_chain", Qwen2ChainArgs, defines, grid, ring.warps * 32, smem=smem, max_registers=112
+    )
+
+
 def _blocks(rows: int, k: int) -> int:
     return min(MULTIPROCESSORS, tiles(rows) * (padded(k) // GROUP))
 
@@ -129,4 +143,5 @@ def _kernel(
 
 def kernels(dims: Qwen2Dims) -> list[Kernel]:
     """All of a model's."""
-    return [qkv(dims), o_proj(dims), gate_up(dims), down(dims), lm_head(dims)]
+    chains = [chain(dims), chain(dims, last=True)]
+    return [qkv(dims), o_proj(dims), gate_up(dims), down(dims), lm_head(dims), *chains]

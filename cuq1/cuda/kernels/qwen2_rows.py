@@ -6,6 +6,7 @@ from cuq1.plan.kernel import Define, Kernel
 from cuq1.plan.qwen2_dims import Qwen2Dims, pieces
 
 _EMBED_COLUMNS = 128 * 8  # of a block
+_EMBED_BLOCKS = 16  # for what is to be made NOT_READY
 
 
 def embed(dims: Qwen2Dims) -> Kernel:
@@ -13,7 +14,7 @@ def embed(dims: Qwen2Dims) -> Kernel:
 
     Reports a token outside the vocabulary, and a position that no page is left for. Twin: tests' `qwen2.embed`.
     """
-    grid = (-(-dims.hidden // _EMBED_COLUMNS), 1, 1)
+    grid = (max(_EMBED_BLOCKS, -(-dims.hidden // _EMBED_COLUMNS)), 1, 1)
     return Kernel("qwen2_rows.cu", "qwen2_embed", Qwen2EmbedArgs, _defines(dims), grid, 128, max_registers=40)
 
 

@@ -1,0 +1,412 @@
+// Everything between two attentions: o_proj, the MLP (gate and up, then down) and the next layer's q, k and v, in one launch
+// whose weights stream without a stop.
+//
+// PRECOND  grid GEMV_BLOCKS, block 32 WARPS, all blocks resident together: one a multiprocessor, which their shared memory
+//          sees to, on a GPU that has as many. weights 16-byte aligned units (abi_qwen2.cuh), never written. attended is the
+//          predecessor's; residual is older than it. o_pieces, inner and down_pieces hold NOT_READY in every word that the
+//          launch stores before anyone polls for it: `unready`, which the launch before this one has cleared, or the token's
+//          first launch for the first layer. LAST: without q, k and v.
+// READS    the four matrices, once; from L2 in each block the token of each phase: 2 padded(Q_HEADS HEAD_SIZE) bytes, the
+//          pieces of o_proj and of down (4 HIDDEN each), 2 padded(INNER) of inner.
+// WRITES   those, and 4 bytes a row and piece of q, k and v; 4 HIDDEN of the residual; NOT_READY into `unready`.
+//
+// Why so: at one token a layer's five launches would each cost about two microseconds in which memory idles: the end of the
+// one before has to be known, a token has to come from L2, be normalised and go round the block. What a launch could fetch
+// meanwhile is what its rings hold, and rings that its predecessor's copies have to share are full too early or too late.
+// Here the order in which a warp's units come is known for all four matrices, so its ring runs on through a phase's end: while
+// a block waits for the others' results, memory delivers what comes next. Results are their own ready flags
+// (common/flagged.cuh): a word is there once it is not NOT_READY, so that nothing but the words themselves crosses between
+// blocks.
+#include "common/copy.cuh"
+#include "common/flagged.cuh"
+#include "common/int4.cuh"
+#include "common/pdl.cuh"
+#include "common/pieces.cuh"
+#include "common/reduce.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int STAGE_BYTES = STAGE_UNITS * UNIT_BYTES;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynamic shared memory, behind the rings
+
+constexpr int Q_WIDTH = Q_HEADS * HEAD_SIZE, QKV_ROWS = (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE;
+constexpr int TILE_COLUMNS = TILE_ROWS / 2;  // of inner, that a tile of gate and up makes
+constexpr int GATE_UP_TILES = padded(INNER) / TILE_COLUMNS;
+constexpr int POLLS = 1 << 21;               // seconds, where a result takes microseconds
+
+using OSplit = Pieces<HIDDEN, Q_WIDTH, GEMV_BLOCKS>;
+using DownSplit = Pieces<HIDDEN, INNER, GEMV_BLOCKS>;
+using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
+
+enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST };
+
+struct Run {
+    int first, units;
+};
+
+__device__ __forceinline__ Run part_of(Run run, int part, int parts) {
+    const int first = run.units * part / parts;
+    return Run{run.first + first, run.units * (part + 1) / parts - first};
+}
+
+// Of a matrix in pieces; nothing for blocks beyond the takers.
+template <typename Split>
+__device__ __forceinline__ Run shared_run() {
+    return int(blockIdx.x) < Split::TAKERS ? part_of(Run{0, Split::UNITS}, blockIdx.x, Split::TAKERS) : Run{0, 0};
+}
+
+__device__ __forceinline__ Run whole_tiles() { return part_of(Run{0, GATE_UP_TILES}, blockIdx.x, GEMV_BLOCKS); }
+
+template <int K>
+constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
+
+// The most tiles that a warp's part touches, of `units` a block.
+constexpr int segments(int units, int groups) { return ((units + WARPS - 1) / WARPS + groups - 2) / groups + 1; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int SEGMENTS =
+    larger(larger(segments(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS),
+                  segments(ceil_div(GATE_UP_TILES, GEMV_BLOCKS) * GROUPS_OF<HIDDEN>, GROUPS_OF<HIDDEN>)),
+           larger(segments(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS),
+                  segments(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)));
+
+struct Shared {
+    float sums[WARPS][SEGMENTS][TILE_ROWS];
+    float scratch[WARPS];
+    const uint8_t* from[PHASES][WARPS];  // each warp's units of each phase
+    Run runs[PHASES][WARPS];
+    uint64_t full[WARPS][STAGES];
+};
+
+// What sends a warp's copies, in the order in which they are used. One lane.
+struct Feed {
+    const uint8_t* at;
+    int left, phase, slot;
+
+    __device__ __forceinline__ void send(Shared& shared, uint8_t* ring, int warp) {
+        while (left == 0 && phase + 1 < PHASES) {
+            ++phase;
+            at = shared.from[phase][warp];
+            left = shared.runs[phase][warp].units;
+        }
+        if (left == 0) return;
+        const int units = min_int(left, STAGE_UNITS), bytes = units * UNIT_BYTES;
+        barrier_expect(&shared.full[warp][slot], bytes);
+        bulk_load(ring + slot * STAGE_BYTES, at, bytes, &shared.full[warp][slot]);
+        at += bytes;
+        left -= units;
+        if (++slot == STAGES) slot = 0;
+    }
+};
+
+// A warp's part of a phase times the token, into its sums.
+struct Stream {
+    Shared& shared;
+    uint8_t* ring;
+    Feed feed;
+    int slot;
+    uint32_t parity;
+
+    template <int GROUPS>
+    __device__ __forceinline__ void multiply(int phase, const uint8_t* token, Fault* fault, int layer) {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+        const Run run = shared.runs[phase][warp];
+        float* sums = &shared.sums[warp][0][g];
+        float low = 0.0f, high = 0.0f;
+        int group = run.first % GROUPS;
+        const auto flush = [&]() {
+            low = TOKEN::sum(low), high = TOKEN::sum(high);
+            if (t == 0) sums[0] = low, sums[8] = high;
+            sums += TILE_ROWS;
+            low = high = 0.0f;
+        };
+        for (int left = run.units; left > 0; left -= STAGE_UNITS) {
+            barrier_wait(&shared.full[warp][slot], parity, fault, KERNEL_DOWN, layer);
+            const uint8_t* const units = ring + slot * STAGE_BYTES;
+            uint4 w[STAGE_UNITS][2];
+            f16 scale[STAGE_UNITS][2];
+#pragma unroll
+            for (int u = 0; u < STAGE_UNITS; ++u) {  // the last stage's missing units are there as nothing that counts
+                const uint8_t* const unit = units + u * UNIT_BYTES;
+                w[u][0] = reinterpret_cast<const uint4*>(unit)[lane];
+                w[u][1] = reinterpret_cast<const uint4*>(unit)[WARP + lane];
+                scale[u][0] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g];
+                scale[u][1] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g + 8];
+            }
+            reads_before_copies();
+            __syncwarp();  // every lane has its part before the place is given back
+            if (lane == 0) feed.send(shared, ring, warp);
+            if (++slot == STAGES) slot = 0, parity ^= 1;
+            float2 c[STAGE_UNITS];
+#pragma unroll
+            for (int u = 0; u < STAGE_UNITS; ++u) {
+                const int of = group + u < GROUPS ? group + u : (group + u - GROUPS) % GROUPS;
+                c[u] = TOKEN::times(w[u], token + of * TOKEN::GROUP_BYTES, lane);
+            }
+#pragma unroll
+            for (int u = 0; u < STAGE_UNITS; ++u) {
+                if (u >= left) break;
+                low += f16_to_float(scale[u][0]) * c[u].x;
+                high += f16_to_float(scale[u][1]) * c[u].y;
+                if (++group == GROUPS) {
+                    group = 0;
+                    flush();
+                }
+            }
+        }
+        if (group > 0 && run.units > 0) flush();
+    }
+};
+
+// A row's sum over the block's part of a tile, after a barrier behind multiply().
+template <int GROUPS>
+__device__ __forceinline__ float row_sum(const Shared& shared, int phase, int tile, int row) {
+    float total = 0.0f;
+#pragma unroll 4
+    for (int w = 0; w < WARPS; ++w) {
+        const Run run = shared.runs[phase][w];
+        const int first = run.first / GROUPS;
+        if (run.units > 0 && tile >= first && tile <= (run.first + run.units - 1) / GROUPS)
+            total += shared.sums[w][tile - first][row];
+    }
+    return total;
+}
+
+// The block's sums of the tiles that it has a part of, as pieces [PIECES][rows of the matrix].
+template <typename Split, bool FLAGGED>
+__device__ __forceinline__ void store_pieces(const Shared& shared, int phase, int rows, float scale, float* out, Fault* fault,
+                                             int kernel, int layer) {
+    const Run block = shared_run<Split>();
+    if (block.units == 0) return;
+    const int first = block.first / Split::GROUPS, last = (block.first + block.units - 1) / Split::GROUPS;
+    for (int i = threadIdx.x; i < (last - first + 1) * TILE_ROWS; i += THREADS) {
+        const int tile = first + i / TILE_ROWS, row = i % TILE_ROWS;
+        const int piece = int(blockIdx.x) - Split::block_of(tile * Split::GROUPS);
+        const float value = scale * row_sum<Split::GROUPS>(shared, phase, tile, row);
+        if (!is_finite(value)) report_fault(fault, FAULT_NOT_FINITE, kernel, layer);
+        out[piece * rows + tile * TILE_ROWS + row] = FLAGGED ? ready_float(value) : value;
+    }
+}
+
+// Another poll, where a lane of the warp misses a word; all lanes leave in the same turn (see Polls in common/flagged.cuh).
+__device__ __forceinline__ bool poll_again(bool ready, int& count, Fault* fault, int kernel, int layer) {
+    if (__all_sync(0xffffffffu, ready)) return false;
+    if (++count < POLLS) return true;
+    if (!ready) report_fault(fault, FAULT_RESULT, kernel, layer);
+    return false;
+}
+
+__device__ __forceinline__ bool floats_there(uint4 x) {
+    return x.x != NOT_READY && x.y != NOT_READY && x.z != NOT_READY && x.w != NOT_READY;
+}
+
+// Halves that are all ones are nobody's result: a NaN of ours is 0x7fff.
+__device__ __forceinline__ bool halves_there(uint4 x) {
+    const auto both = [](uint32_t w) { return (w & 0xffffu) != 0xffffu && (w >> 16) != 0xffffu; };
+    return both(x.x) && both(x.y) && both(x.z) && both(x.w);
+}
+
+// The residual's columns that a thread has, and what becomes of them.
+struct Row {
+    static constexpr int EIGHTS = (padded(HIDDEN) / 8 + THREADS - 1) / THREADS;
+    static_assert(HIDDEN % TILE_ROWS == 0, "eight columns are of one tile");
+
+    float x[EIGHTS][8];
+    uint4 norm[EIGHTS];
+
+    static __device__ __forceinline__ int column(int i) { return (i * THREADS + int(threadIdx.x)) * 8; }
+
+    __device__ __forceinline__ void load_norm(const f16* from) {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i)
+            norm[i] = column(i) < HIDDEN ? load_weights(from + column(i)) : make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ void load(const float* residual) {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const bool there = column(i) < HIDDEN;
+            const float4* const from = reinterpret_cast<const float4*>(residual + column(i));
+            const float4 a = there ? __ldcg(from) : make_float4(0, 0, 0, 0), b = there ? __ldcg(from + 1) : a;
+            x[i][0] = a.x, x[i][1] = a.y, x[i][2] = a.z, x[i][3] = a.w;
+            x[i][4] = b.x, x[i][5] = b.y, x[i][6] = b.z, x[i][7] = b.w;
+        }
+    }
+
+    // x += pieces, as soon as they are there.
+    template <typename Split, int COUNT>
+    __device__ __forceinline__ void add(const float* pieces, Fault* fault, int kernel, int layer) {
+        uint4 part[EIGHTS][COUNT][2];
+        bool ready;
+        int count = 0;
+        do {
+            ready = true;
+#pragma unroll
+            for (int i = 0; i < EIGHTS; ++i) {
+                const int there = column(i) < HIDDEN ? Split::of_row(column(i)) : 0;
+#pragma unroll
+                for (int p = 0; p < COUNT; ++p) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        part[i][p][half] = make_uint4(0, 0, 0, 0);
+                        if (p < there) part[i][p][half] = load_flagged_16(pieces + p * HIDDEN + column(i) + 4 * half);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < EIGHTS; ++i) {
+#pragma unroll
+                for (int p = 0; p < COUNT; ++p) ready = ready && floats_there(part[i][p][0]) && floats_there(part[i][p][1]);
+            }
+        } while (poll_again(ready, count, fault, kernel, layer));
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+#pragma unroll
+            for (int p = 0; p < COUNT; ++p) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    x[i][4 * half] += __uint_as_float(part[i][p][half].x);
+                    x[i][4 * half + 1] += __uint_as_float(part[i][p][half].y);
+                    x[i][4 * half + 2] += __uint_as_float(part[i][p][half].z);
+                    x[i][4 * half + 3] += __uint_as_float(part[i][p][half].w);
+                }
+            }
+        }
+    }
+
+    // Blocks store it in turns.
+    __device__ __forceinline__ void store(float* out) const {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const int c = column(i);
+            if (c < HIDDEN && c / 8 % int(gridDim.x) == int(blockIdx.x)) {
+                float4* const to = reinterpret_cast<float4*>(out + c);
+                to[0] = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+                to[1] = make_float4(x[i][4], x[i][5], x[i][6], x[i][7]);
+            }
+        }
+    }
+
+    // rms(x, norm) as the token. Ends with a barrier of the block: it is there for all.
+    __device__ __forceinline__ void normalise(uint8_t* token, float* scratch) const {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) squares += x[i][j] * x[i][j];
+        }
+        squares = block_sum<THREADS>(squares, scratch);
+        const float inverse = rsqrtf(squares * (1.0f / HIDDEN) + EPS);
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const float2 n[4] = {unpack_f16(norm[i].x), unpack_f16(norm[i].y), unpack_f16(norm[i].z), unpack_f16(norm[i].w)};
+            float normed[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) normed[j] = x[i][j] * inverse * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
+            TOKEN::store(token, column(i), normed, column(i) < padded(HIDDEN));
+        }
+        __syncthreads();  // all of the token is there
+    }
+};
+
+// Halves [padded(K)] as the token, as soon as they are there. Ends with a barrier of the block.
+template <int K, bool POLLED>
+__device__ __forceinline__ void take_halves(uint8_t* token, const f16* from, Fault* fault, int kernel, int layer) {
+    constexpr int EIGHTS = (padded(K) / 8 + THREADS - 1) / THREADS;
+    uint4 x[EIGHTS];
+    bool ready;
+    int count = 0;
+    do {
+        ready = true;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const int column = (i * THREADS + int(threadIdx.x)) * 8;
+            x[i] = column < padded(K) ? load_flagged_16(from + column) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) ready = ready && (!POLLED || halves_there(x[i]));
+    } while (poll_again(ready, count, fault, kernel, layer));
+#pragma unroll
+    for (int i = 0; i < EIGHTS; ++i) {
+        const int column = (i * THREADS + int(threadIdx.x)) * 8;
+        const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
+        const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+        TOKEN::store(token, column, eight, column < padded(K));
+    }
+    __syncthreads();  // all of the token is there
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+__device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2ChainArgs& a) {
+    const Run tiles = whole_tiles();
+    for (int i = threadIdx.x; i < tiles.units * TILE_COLUMNS; i += THREADS) {
+        const int tile = tiles.first + i / TILE_COLUMNS, column = i % TILE_COLUMNS;
+        const float gate = row_sum<GROUPS_OF<HIDDEN>>(shared, GATE_UP, tile, column);
+        const float up = row_sum<GROUPS_OF<HIDDEN>>(shared, GATE_UP, tile, column + TILE_COLUMNS);
+        const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
+        const bool finite = (value & 0x7c00) != 0x7c00;
+        if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer);
+        a.inner[tile * TILE_COLUMNS + column] = finite ? value : f16(0x7fff);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __grid_constant__ Qwen2ChainArgs a) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ Shared shared;
+    const int warp = threadIdx.x / WARP;
+    uint8_t* const token = memory + TOKEN_AT;
+    Stream stream{shared, memory + warp * RING_BYTES, Feed{nullptr, 0, -1, 0}, 0, 0};
+    if (threadIdx.x % WARP == 0) {
+        const Run tiles = whole_tiles();
+        const uint8_t* const matrices[4] = {a.o_weights, a.gate_up_weights, a.down_weights, a.qkv_weights};
+        const Run blocks[4] = {shared_run<OSplit>(),
+                               Run{tiles.first * GROUPS_OF<HIDDEN>, tiles.units * GROUPS_OF<HIDDEN>},
+                               shared_run<DownSplit>(), shared_run<QkvSplit>()};
+#pragma unroll
+        for (int phase = 0; phase < PHASES; ++phase) {
+            const Run run = part_of(blocks[phase], warp, WARPS);
+            shared.runs[phase][warp] = run;
+            shared.from[phase][warp] = matrices[phase] + int64_t(run.first) * UNIT_BYTES;
+        }
+#pragma unroll
+        for (int slot = 0; slot < STAGES; ++slot) barrier_init(&shared.full[warp][slot], 1);
+        barrier_init_fence();
+        for (int slot = 0; slot < STAGES; ++slot) stream.feed.send(shared, stream.ring, warp);
+    }
+    __syncwarp();  // the warp's barriers and runs are there for its lanes
+    Row row;
+    row.load_norm(a.post_norm);
+    row.load(a.residual);
+
+    pdl_wait();  // attended; and what the launch before it has polled may be cleared
+    pdl_trigger();
+    for (int i = int(blockIdx.x) * THREADS + int(threadIdx.x); i < a.unready_pieces; i += int(gridDim.x) * THREADS)
+        a.unready[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
+
+    take_halves<Q_WIDTH, false>(token, a.attended, a.fault, KERNEL_O_PROJ, a.layer);
+    stream.multiply<GROUPS_OF<Q_WIDTH>>(O_PROJ, token, a.fault, a.layer);
+    __syncthreads();  // every warp's sums are there, and none needs the token
+    store_pieces<OSplit, true>(shared, O_PROJ, HIDDEN, 1.0f, a.o_pieces, a.fault, KERNEL_O_PROJ, a.layer);
+
+    row.add<OSplit, O_PIECES>(a.o_pieces, a.fault, KERNEL_GATE_UP, a.layer);
+    if (LAST) row.store(a.residual_out);
+    row.normalise(token, shared.scratch);
+    stream.multiply<GROUPS_OF<HIDDEN>>(GATE_UP, token, a.fault, a.layer);
+    __syncthreads();  // as above
+    store_inner(shared, a);
+
+    if (!LAST) row.load_norm(a.next_norm);
+    take_halves<INNER, true>(token, a.inner, a.fault, KERNEL_DOWN, a.layer);
+    stream.multiply<GROUPS_OF<INNER>>(DOWN, token, a.fault, a.layer);
+    __syncthreads();  // as above
+    store_pieces<DownSplit, true>(shared, DOWN, HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault, KERNEL_DOWN, a.layer);
+    if constexpr (!LAST) {
+        row.add<DownSplit, DOWN_PIECES>(a.down_pieces, a.fault, KERNEL_QKV, a.layer);
+        row.store(a.residual_out);
+        row.normalise(token, shared.scratch);
+        stream.multiply<GROUPS_OF<HIDDEN>>(QKV, token, a.fault, a.layer);
+        __syncthreads();  // as above
+        store_pieces<QkvSplit, false>(shared, QKV, QKV_ROWS, 1.0f, a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
+    }
+}
