@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuq1.reference.engine import FEATURE_TOP_K, ReferenceEngine
+from cuq1.reference.engine import ReferenceEngine
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.q1 import TargetForward
 from cuq1.sampling import MAX_DRAFTS, DecodeParams, Distribution, draw, filtered, residual
-from cuq1.sampling.depth import UNSURE
+from cuq1.sampling.depth import FEATURE_TOP_K, UNSURE
 from cuq1.sequence import PREFILL_CHUNK
 
 F64 = NDArray[np.float64]

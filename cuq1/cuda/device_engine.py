@@ -2,8 +2,8 @@
 
 The device launches a request's rounds itself (cuq1.cuda.loop), and the host reads its log. With loop "host" the host
 launches a graph a round and reads the request's state when it has ended: the same tokens, for comparison. What the
-device cannot sample by itself (no top_k, or one above 32 candidates) is computed by the same kernels and sampled on the
-host, a step at a time.
+device cannot sample by itself (no top_k, or one above 32 candidates; masks; log-probabilities) is computed by the same
+kernels and sampled on the host, a step at a time.
 """
 
 import zlib
@@ -196,17 +196,21 @@ class DeviceEngine(SequenceEngine):
         self._catch_up(self.chunk)
         limit = self._limit(params)
         self._fresh = False
-        if _on_host(params):
-            token = self._host.first(params, seed, self._done, limit)
+        if self._on_host(params):
+            one = self._host.first(params, self._masks, seed, self._done, limit)
         else:
             token = self._runtime.first(params, seed, self._done, limit)
+            one = Round((token,), 0, 0, from_prompt=True)
         self._settled = self._done
         self._draft_end = max(self._draft_end, self._done + limit)
-        return Round((token,), 0, 0, from_prompt=True)
+        return one
 
     def _round(self, params: DecodeParams, seed: int) -> Round:
         limit = self._limit(params)
-        one = self._host.round(params, seed, limit) if _on_host(params) else self._runtime.round(limit)
+        if self._on_host(params):
+            one = self._host.round(params, self._masks, seed, limit)
+        else:
+            one = self._runtime.round(limit)
         self._target_end = max(self._target_end, self._done + one.drafted + 1)
         self._done += one.accepted + 1
         self._settled = self._done
@@ -214,7 +218,7 @@ class DeviceEngine(SequenceEngine):
         return one
 
     def _rounds(self, params: DecodeParams, seed: int, request: int) -> Generator[Round, None, FinishReason]:
-        if self._loop is None or _on_host(params) or len(params.stop_tokens) > abi.MAX_STOPS:
+        if self._loop is None or self._on_host(params) or len(params.stop_tokens) > abi.MAX_STOPS:
             return (yield from super()._rounds(params, seed, request))
         return (yield from self._followed(self._loop, params, seed, request))
 
@@ -283,6 +287,12 @@ class DeviceEngine(SequenceEngine):
             self._reset()  # what is computed next starts from empty caches
             self._tokens = tokens
 
+    def _on_host(self, params: DecodeParams) -> bool:
+        """Whether the request needs more of the logits than the device looks at."""
+        if params.logprobs is not None or self._masks:
+            return True
+        return params.temperature > 0 and not 1 <= params.top_k <= MAX_TOP_K
+
     def score(self, ids: Sequence[int]) -> F32:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1].
 
@@ -319,8 +329,3 @@ class DeviceEngine(SequenceEngine):
             most = self._runtime.plans.most_rows
             parts = [self._runtime.verify(rows[i : i + most], start + i) for i in range(0, len(rows), most)]
         return np.concatenate(parts)
-
-
-def _on_host(params: DecodeParams) -> bool:
-    """Whether the device keeps too few candidates for these parameters."""
-    return params.temperature > 0 and not 1 <= params.top_k <= MAX_TOP_K

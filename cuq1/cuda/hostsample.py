@@ -1,4 +1,4 @@
-"""Sampling on the host, for what needs more candidates than the device keeps: the same rounds, a step at a time."""
+"""Sampling on the host, for what needs whole logits: many candidates, a mask, log-probabilities. A step at a time."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,8 +7,10 @@ from cuq1.cuda import abi
 from cuq1.cuda.runtime import Runtime
 from cuq1.models.family import plans_of
 from cuq1.plan.dims import ROWS
-from cuq1.sampling.depth import DepthRule
+from cuq1.sampling.depth import FEATURE_TOP_K, DepthRule
 from cuq1.sampling.filter import Distribution, filtered
+from cuq1.sampling.logprobs import token_logprobs
+from cuq1.sampling.mask import Allowed, MaskPath, masked
 from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
@@ -30,37 +32,41 @@ class HostSampler:
         self._drafts: list[int] = []
         self._q: list[Distribution] = []
 
-    def first(self, params: DecodeParams, seed: int, done: int, limit: int) -> int:
+    def first(self, params: DecodeParams, masks: MaskPath, seed: int, done: int, limit: int) -> Round:
         """The first token, from the logits' row 0, which belongs to position done - 1."""
-        p = self._distribution(self._rows(1)[0], params)
-        token = draw(p, uniform(seed, done, Purpose.TARGET))
+        logits = self._rows(1)
+        token = draw(self._distribution(logits[0], params, masks.after(())), uniform(seed, done, Purpose.TARGET))
+        logprobs = token_logprobs(logits, (token,), params.logprobs)
         self._state = self._runtime.request(params, seed, done, limit)
-        self._draft(params, seed, [token], [0], limit)
-        return token
+        self._draft(params, masks, seed, [token], [0], limit)
+        return Round((token,), 0, 0, from_prompt=True, logprobs=logprobs)
 
-    def round(self, params: DecodeParams, seed: int, limit: int) -> Round:
+    def round(self, params: DecodeParams, masks: MaskPath, seed: int, limit: int) -> Round:
         """Verifies the pending token and its drafts, and drafts after what was committed."""
         state, rows = self._state, len(self._drafts) + 1
         for i, token in enumerate((state.tokens[0], *self._drafts)):
             state.tokens[i], state.positions[i] = token, state.done + i
         self._runtime.send(state)
         self._runtime.target(rows, state.done)
-        p = [self._distribution(row, params) for row in self._rows(rows)]
-        drafts = self._drafts
+        drafts, logits = self._drafts, self._rows(rows)
+        p = [self._distribution(row, params, masks.after(drafts[:i])) for i, row in enumerate(logits)]
         accepted, token = verify(drafts, self._q, p, seed, state.done + 1)
         tokens = [*drafts[:accepted], token]
+        logprobs = token_logprobs(logits, tokens, params.logprobs)
         state.done += accepted + 1
-        self._draft(params, seed, tokens, list(range(accepted + 1)), limit)
-        return Round(tuple(tokens), len(drafts), accepted)
+        self._draft(params, masks, seed, tokens, list(range(accepted + 1)), limit)
+        return Round(tuple(tokens), len(drafts), accepted, logprobs=logprobs)
 
     def _rows(self, rows: int) -> NDArray[np.float32]:
         self._runtime.read_logits("logits", self._logits[:rows])
         return self._logits[:rows]
 
-    def _distribution(self, logits: NDArray[np.float32], params: DecodeParams) -> Distribution:
-        return filtered(logits, params.temperature, params.top_k, params.top_p)
+    def _distribution(self, logits: NDArray[np.float32], params: DecodeParams, allowed: Allowed | None) -> Distribution:
+        return filtered(masked(logits, allowed), params.temperature, params.top_k, params.top_p)
 
-    def _draft(self, params: DecodeParams, seed: int, tokens: list[int], hidden: list[int], limit: int) -> None:
+    def _draft(
+        self, params: DecodeParams, masks: MaskPath, seed: int, tokens: list[int], hidden: list[int], limit: int
+    ) -> None:
         """Settles the draft's rows of the newly committed `tokens`, whose hidden states are rows `hidden`, and drafts.
 
         The last token is pending: it goes with the hidden state before it, at position done - 1.
@@ -89,13 +95,17 @@ class HostSampler:
             )
             if settle:
                 return
-            q = self._distribution(self._rows(1)[0], params)
+            logits, allowed = self._rows(1)[0], masks.after([*tokens, *self._drafts])
+            q = self._distribution(logits, params, allowed)
             token = draw(q, uniform(seed, state.done + 1 + depth, Purpose.DRAFT))
             self._q.append(q)
             self._drafts.append(token)
-            served.append(q.prob(token))
-            entropies.append(q.entropy())
-            if params.draft == "auto" and not self._rule.more(served, entropies, greedy=False):
-                return
+            if params.draft == "auto":
+                greedy = params.temperature == 0
+                shape = filtered(masked(logits, allowed), 1.0, FEATURE_TOP_K, 1.0) if greedy else q
+                served.append(shape.prob(token))
+                entropies.append(shape.entropy())
+                if not self._rule.more(served, entropies, greedy=greedy):
+                    return
             state.depth_rows[depth + 1] = 1
             state.draft_tokens[0], state.draft_positions[0], state.draft_hidden[0] = token, state.done + depth, -1

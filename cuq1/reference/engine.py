@@ -12,7 +12,7 @@ from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
 from cuq1.reference.q1 import TargetForward
 from cuq1.reference.weights import load_draft, load_target
-from cuq1.sampling.depth import DepthRule, default_rule
+from cuq1.sampling.depth import FEATURE_TOP_K, DepthRule, default_rule
 from cuq1.sampling.filter import Distribution, filtered
 from cuq1.sampling.logprobs import token_logprobs
 from cuq1.sampling.mask import Allowed, masked
@@ -20,8 +20,6 @@ from cuq1.sampling.params import DecodeParams
 from cuq1.sampling.rng import Purpose, uniform
 from cuq1.sampling.rounds import Round
 from cuq1.sampling.speculative import Verdict, draw, verify
-
-FEATURE_TOP_K = 20  # what the stop rule sees of a greedy request's draft
 
 
 class ReferenceEngine(CpuEngine):

@@ -21,6 +21,7 @@ from cuq1.sampling.params import MAX_DRAFTS, MIN_AUTO_DRAFTS
 
 FEATURES = ("bias", "sum_log_served", "last_log_served", "min_log_served", "last_entropy", "mean_entropy")
 DECISIONS = MAX_DRAFTS - MIN_AUTO_DRAFTS
+FEATURE_TOP_K = 20  # what the rule sees of a greedy request's draft
 UNSURE = 0.4  # a draft that was proposed with less than this is as doubtful as can be
 
 
