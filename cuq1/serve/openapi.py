@@ -43,6 +43,12 @@ SAMPLING: dict[str, Schema] = {
         },
     },
 }
+
+
+def _without(properties: dict[str, Schema], *names: str) -> dict[str, Schema]:
+    return {name: schema for name, schema in properties.items() if name not in names}
+
+
 TEXT_PART: Schema = {
     "type": "object",
     "properties": {"type": {"enum": ["text"]}, "text": STRING},
@@ -117,42 +123,105 @@ COMPLETION: Schema = {
     },
     "required": ["prompt"],
 }
+ITEM: Schema = {
+    "type": "object",
+    "description": "a message, reasoning, function_call or function_call_output",
+    "properties": {
+        "type": STRING,
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        "call_id": STRING,
+        "name": STRING,
+        "namespace": {"type": ["string", "null"]},
+        "arguments": STRING,
+        "output": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
+    },
+}
 RESPONSES: Schema = {
     "type": "object",
-    "properties": {
-        "model": STRING,
+    "properties": _without(SAMPLING, "max_tokens", "stream_options", "response_format")
+    | {
         "instructions": {"type": ["string", "null"]},
-        "input": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
-        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "input": {"anyOf": [STRING, {"type": "array", "minItems": 1, "items": ITEM}]},
+        "tools": {
+            "type": ["array", "null"],
+            "description": "function and namespace; other types are left out",
+            "items": {
+                "type": "object",
+                "properties": {"type": STRING, "name": STRING, "parameters": OBJECT, "strict": BOOLEAN},
+            },
+        },
+        "tool_choice": {"anyOf": [{"enum": [None, "auto", "none", "required"]}, {"type": "object"}]},
+        "parallel_tool_calls": BOOLEAN,
         "max_output_tokens": POSITIVE,
-        "stream": BOOLEAN,
+        "reasoning": {
+            "type": ["object", "null"],
+            "properties": {
+                "effort": {"enum": [None, "none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+                "summary": {"type": ["string", "null"]},
+            },
+        },
+        "text": {"type": ["object", "null"], "properties": {"format": OBJECT}},
+        "include": {"type": ["array", "null"], "items": STRING},
+        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
+        "prompt_cache_key": {"type": ["string", "null"]},
+        "metadata": OBJECT,
+        "chat_template_kwargs": OBJECT,
     },
     "required": ["input"],
 }
-MESSAGES: Schema = {
+BLOCKS: Schema = {
+    "anyOf": [STRING, {"type": "array", "items": {"type": "object", "properties": {"type": STRING}}}],
+    "description": "text, image, document, thinking, tool_use and tool_result blocks",
+}
+COUNT: Schema = {
     "type": "object",
     "properties": {
-        "model": STRING,
-        "system": {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]},
+        "model": {"type": ["string", "null"], "description": "any name is served"},
+        "system": {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}, {"type": "null"}]},
         "messages": {
             "type": "array",
             "minItems": 1,
             "items": {
                 "type": "object",
-                "properties": {
-                    "role": {"enum": ["user", "assistant"]},
-                    "content": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
-                },
+                "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": BLOCKS},
                 "required": ["role", "content"],
             },
         },
-        "tools": {"type": "array", "items": {"type": "object"}},
-        "max_tokens": {"type": "integer", "minimum": 1},
-        "stream": {"type": "boolean"},
+        "tools": {
+            "type": ["array", "null"],
+            "description": "the client's own; those that run at a provider are left out",
+            "items": {
+                "type": "object",
+                "properties": {"type": STRING, "name": STRING, "description": STRING, "input_schema": OBJECT},
+            },
+        },
+        "tool_choice": {
+            "type": ["object", "null"],
+            "properties": {
+                "type": {"enum": ["auto", "any", "tool", "none"]},
+                "name": STRING,
+                "disable_parallel_tool_use": BOOLEAN,
+            },
+        },
+        "thinking": {
+            "type": ["object", "null"],
+            "properties": {"type": {"enum": ["adaptive", "enabled", "disabled"]}, "budget_tokens": POSITIVE},
+        },
+        "output_config": {
+            "type": ["object", "null"],
+            "properties": {"effort": {"enum": [None, "low", "medium", "high", "xhigh", "max"]}, "format": OBJECT},
+        },
+        "chat_template_kwargs": OBJECT,
     },
+    "required": ["messages"],
+}
+MESSAGES: Schema = COUNT | {
+    "properties": COUNT["properties"]
+    | {name: SAMPLING[name] for name in ("stream", "temperature", "top_p", "top_k", "seed")}
+    | {"max_tokens": {"type": "integer", "minimum": 1}, "stop_sequences": SAMPLING["stop"], "metadata": OBJECT},
     "required": ["messages", "max_tokens"],
 }
-COUNT: Schema = MESSAGES | {"required": ["messages"]}
 TOKENIZE: Schema = {
     "type": "object",
     "properties": {"prompt": STRING, "parse_special": BOOLEAN} | RENDERED,
@@ -167,6 +236,7 @@ _ERRORS = {
     "413": "the body is too large",
     "500": "the engine failed while it computed",
     "503": "the queue is full, the engine is starting again, or the server is stopping",
+    "529": "the queue is full, where Messages is spoken",
 }
 
 

@@ -43,7 +43,9 @@ class Names:
 
     def add(self, namespace: str | None, name: str) -> str:
         """The name for the model: the tool's own, unless another tool has it."""
-        shown = name if name not in self._told or namespace is None else f"{namespace}__{name}"
+        shown = name
+        while shown in self._told and namespace is not None:
+            shown = f"{namespace}__{shown}"
         self._shown[namespace, name] = shown
         self._told[shown] = namespace, name
         return shown

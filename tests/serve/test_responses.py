@@ -55,14 +55,15 @@ def test_tools_of_one_name_in_two_namespaces_are_told_apart():
     body = {
         "tools": [
             function,
+            {"type": "function", "name": "b__go"},
             {"type": "namespace", "name": "a", "tools": [function]},
             {"type": "namespace", "name": "b", "tools": [function, {"type": "web_search"}]},
         ]
     }
     tools, names = read_tools(body)
     shown = [tool["function"]["name"] for tool in tools]
-    assert len(set(shown)) == 3
-    assert [names.told(name) for name in shown] == [(None, "go"), ("a", "go"), ("b", "go")]
+    assert len(set(shown)) == 4
+    assert [names.told(name) for name in shown] == [(None, "go"), (None, "b__go"), ("a", "go"), ("b", "go")]
     assert [names.shown(*names.told(name)) for name in shown] == shown
 
 
