@@ -61,9 +61,9 @@ template <int K>
 constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
 
 // The most tiles that a warp's part touches, of `units` a block.
-constexpr int segments(int units, int groups) { return ((units + WARPS - 1) / WARPS + groups - 2) / groups + 1; }
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
+__device__ __host__ constexpr int segments(int units, int groups) { return ((units + WARPS - 1) / WARPS + groups - 2) / groups + 1; }
+__device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int SEGMENTS =
     larger(larger(segments(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS),
                   segments(ceil_div(GATE_UP_TILES, GEMV_BLOCKS) * GROUPS_OF<HIDDEN>, GROUPS_OF<HIDDEN>)),
