@@ -52,6 +52,9 @@ class Engine(Protocol):
     def prefill(self, ids: Sequence[int], *, chunk: int | None = ...) -> int:
         """Make `ids` the sequence; returns how many of its tokens were already held and kept."""
 
+    def held(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens of `ids` a prefill that begins with them would keep."""
+
     def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream:
         """Generate from the sequence's end; iterate over the result for the committed tokens of each round.
 

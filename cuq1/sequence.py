@@ -146,11 +146,7 @@ class SequenceEngine(ABC):
             raise RequestError(f"the prefill chunk must be an integer of at least 1 row, not {chunk!r}")
         self._request += 1
         with self._change():
-            kept = 0
-            for ours, theirs in zip(self._tokens, ids, strict=False):
-                if ours != theirs:
-                    break
-                kept += 1
+            kept = self._common(ids)
             restart = self._restart(kept)
             if restart is None:
                 kept = restart = 0
@@ -159,6 +155,25 @@ class SequenceEngine(ABC):
             self._tokens = ids
             self._catch_up(chunk)
         return kept
+
+    def held(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens of `ids` a prefill that begins with them would keep, but for a few at the end.
+
+        A prompt that is computed in steps, so that it can be left, begins with one of more tokens than these: one of
+        fewer would give them up. 0 where all are computed anew.
+        """
+        self._check_open()
+        kept = self._common(ids)
+        if not self._whole or self._restart(kept) is None:
+            return 0
+        return min(kept, self._done)
+
+    def _common(self, ids: Sequence[int]) -> int:
+        """How many tokens `ids` and the sequence begin with alike."""
+        for count, (ours, theirs) in enumerate(zip(self._tokens, ids, strict=False)):
+            if ours != theirs:
+                return count
+        return min(len(self._tokens), len(ids))
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the sequence and forget the rest.

@@ -53,6 +53,8 @@ class Ranked(Protocol):
 
     def prefill(self, ids: Sequence[int], *, chunk: int | None = ...) -> int: ...
 
+    def held(self, ids: Sequence[int]) -> int: ...
+
     def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream: ...
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]: ...
@@ -111,6 +113,11 @@ class Leader:
         chunk = None if chunk is None else _integer(chunk, "the prefill chunk")
         with self._on_all("prefill", ids=ids, chunk=chunk):
             return self._engine.prefill(ids, chunk=chunk)
+
+    def held(self, ids: Sequence[int]) -> int:
+        """As Engine.held: all ranks hold the same."""
+        self._check_open()
+        return self._engine.held(ids)
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """As Engine.score."""

@@ -86,6 +86,11 @@ class RemoteEngine:
         self._tokens = list(ids)
         return kept
 
+    def held(self, ids: Sequence[int]) -> int:
+        """As Engine.held."""
+        count: int = self._call("held", list(ids))
+        return count
+
     def rewind(self, length: int) -> None:
         """As Engine.rewind."""
         self._call("rewind", length)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -237,7 +237,8 @@ class Worker:
     def _prefill(self, engine: Engine, job: Job) -> bool:
         """Compute the prompt, in steps; False where the answer was cancelled on the way."""
         ids = job.generation.prompt.ids
-        done = _common(engine.tokens, ids)
+        with _engine_calls():
+            done = engine.held(ids)
         started = False
         while not job.cancelled:
             end = min(len(ids), done + self._step)
@@ -326,13 +327,3 @@ def _ended(job: Job, reason: Reason, error: ApiError | None) -> Finished:
 
 def _defect(error: Exception) -> ApiError:
     return ApiError("failed", f"the server has a defect ({type(error).__name__}): report it, with the request")
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    count = 0
-    for one, other in zip(ours, theirs, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

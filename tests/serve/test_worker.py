@@ -1,0 +1,102 @@
+"""A prompt in steps: what is held stays, no step is long, and the answer is the one of a prompt at once."""
+
+import random
+
+import numpy as np
+import pytest
+
+from cuq1.engine import open_engine
+from cuq1.sampling import DecodeParams
+from cuq1.serve import worker as worker_module
+from tests.paths import NANO
+from tests.serve.running import LIMIT, nano_service, post, serving
+from tests.serve.watched import Watched
+
+
+WINDOW = 512  # of a draft model, whose rows may have to be made again
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with open_engine(NANO, "cpu") as engine:
+        yield engine
+
+
+def test_held_is_what_a_prefill_keeps(engine):
+    rng = np.random.default_rng(4)
+    kept = []
+    ids = rng.integers(1, 4000, 700).tolist()
+    engine.prefill(ids)
+    for _ in range(40):
+        cut = int(rng.integers(1, len(ids)))
+        if rng.random() < 0.5:
+            cut = max(1, len(ids) - int(rng.integers(0, 8)))
+        ids = ids[:cut] + rng.integers(1, 4000, int(rng.integers(1, 400))).tolist()
+        if len(ids) < 700:
+            ids += rng.integers(1, 4000, 700).tolist()
+        held = engine.held(ids)
+        computed = engine.prefill(ids)
+        assert held - WINDOW <= computed <= held
+        assert (computed == 0) == (held == 0)
+        kept.append(held)
+        if rng.random() < 0.5:
+            list(engine.decode(DecodeParams(seed=1, max_tokens=12)))
+            ids = list(engine.tokens)
+    assert 0 in kept  # the rings did not reach back
+    assert max(kept) > 600
+
+
+class Steps(Watched):
+    """Notes the new tokens of each step of a prompt."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.sizes = []
+
+    def prefill(self, ids, **options):
+        kept = super().prefill(ids, **options)
+        self.sizes.append(len(ids) - kept)
+        return kept
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    engine = Steps(open_engine(NANO, "cpu"))
+    service = nano_service(lambda: engine)
+    with serving(service) as url:
+        yield url, engine
+    assert service.close(timeout=LIMIT)
+
+
+def ask(url, ids):
+    body = {"prompt": ids, "max_tokens": 12, "seed": 3}
+    answer = post(url, "/v1/completions", body)
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_no_step_is_long_and_nothing_is_lost(stepped, monkeypatch):
+    monkeypatch.setattr(worker_module, "MAX_STEP", 512)
+    url, engine = stepped
+    rng = random.Random(9)
+    first = [rng.randrange(1, 4000) for _ in range(1500)]
+    texts = []
+    for ids in (first, [*first, 17, 18], first[:800] + [5] * 700, first):
+        engine.sizes.clear()
+        texts.append(ask(url, ids))
+        assert max(engine.sizes) <= 512, engine.sizes
+    assert texts[1][1] >= len(first) - 1  # the next turn keeps the first
+    assert texts[2][1] == 0  # and rings do not reach back to another's
+    assert texts[3][0] == texts[0][0]
+    assert texts[3][1] == 0
+
+
+def test_a_prompt_at_once_is_seen(stepped, monkeypatch):
+    """The negative control: an engine that says to hold what it must compute again."""
+    url, engine = stepped
+    rng = random.Random(10)
+    first = [rng.randrange(1, 4000) for _ in range(1500)]
+    ask(url, first)
+    monkeypatch.setattr(engine, "held", lambda ids: 1300, raising=False)
+    engine.sizes.clear()
+    ask(url, first[:1300:-1] + first[:1300])
+    assert max(engine.sizes) > 1024
