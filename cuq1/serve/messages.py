@@ -26,8 +26,9 @@ from cuq1.serve.messages_output import MessageWriter
 from cuq1.serve.request import Answer, ApiError, Event, Finished, Generation, Service
 
 OVERLOADED = 529  # what this interface's clients know for a server that is busy
-MARGIN = 1000
-"""Tokens that Claude Code leaves free when it is told that prompt and max_tokens exceed the context, and asks again."""
+ASKED_AGAIN = 4000
+"""Claude Code, told that prompt and max_tokens exceed the context, leaves a thousand tokens of it free and asks again,
+if that makes three thousand; if not, its turn ends with the error."""
 
 
 async def create(request: Request) -> Response:
@@ -120,12 +121,12 @@ def read_request(body: Body, headers: Mapping[str, str], service: Service) -> As
 def _room(prompt: int, asked: int, context: int) -> int:
     """max_tokens for a prompt; ApiError, in the words that agents look for, where it or the prompt is too long.
 
-    With hardly any room left, asking for less is no way on: what there is then has to do.
+    With so little room left that nobody asks again, the answer gets what there is: most calls fit.
     """
     room = context - prompt
     if room < 1:
         raise ApiError("too_long", f"prompt is too long: {prompt} tokens > {context - 1} maximum")
-    if asked > room > MARGIN:
+    if asked > room >= ASKED_AGAIN:
         raise ApiError(
             "invalid",
             f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}, "

@@ -7,7 +7,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from cuq1.serve.messages import MARGIN, _room
+from cuq1.serve.messages import ASKED_AGAIN, _room
 from cuq1.serve.messages_input import (
     conversation,
     read_choice,
@@ -232,19 +232,19 @@ def test_titles_and_sub_agents_are_conversations_of_their_own():
     assert conversation({}, {}) == ""
 
 
-@pytest.mark.parametrize("asked", [1, MARGIN + 1])
+@pytest.mark.parametrize("asked", [1, ASKED_AGAIN])
 def test_room(asked):
-    assert _room(100, asked, 100 + MARGIN + 1) == asked
+    assert _room(100, asked, 100 + ASKED_AGAIN) == asked
 
 
 def test_room_that_is_short_is_said_in_the_words_that_agents_look_for():
     with pytest.raises(ApiError) as caught:
-        _room(500, 32_000, 4096)
-    assert caught.value.message.startswith("input length and `max_tokens` exceed context limit: 500 + 32000 > 4096, ")
+        _room(500, 32_000, 4500)
+    assert caught.value.message.startswith("input length and `max_tokens` exceed context limit: 500 + 32000 > 4500, ")
     # What Claude Code then asks for is served.
-    assert _room(500, 4096 - 500 - 1000, 4096) == 4096 - 500 - 1000
-    # Where that would be nothing, what is left is all there is.
-    assert _room(3500, 32_000, 4096) == 596
+    assert _room(500, 4500 - 500 - 1000, 4500) == 3000
+    # Where it would not ask again, what is left is all there is.
+    assert _room(501, 32_000, 4500) == 3999
     with pytest.raises(ApiError) as caught:
         _room(4096, 1, 4096)
     assert caught.value.message == "prompt is too long: 4096 tokens > 4095 maximum"
