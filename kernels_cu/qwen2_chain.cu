@@ -21,6 +21,7 @@
 #include "common/flagged.cuh"
 #include "common/int4.cuh"
 #include "common/pdl.cuh"
+#include "common/phases.cuh"
 #include "common/pieces.cuh"
 #include "common/reduce.cuh"
 
@@ -385,28 +386,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
         a.unready[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
 
     take_halves<Q_WIDTH, false>(token, a.attended, a.fault, KERNEL_O_PROJ, a.layer);
+    phase_resumed(O_PROJ);
     stream.multiply<GROUPS_OF<Q_WIDTH>>(O_PROJ, token, a.fault, a.layer);
     __syncthreads();  // every warp's sums are there, and none needs the token
     store_pieces<OSplit, true>(shared, O_PROJ, HIDDEN, 1.0f, a.o_pieces, a.fault, KERNEL_O_PROJ, a.layer);
+    phase_ended(O_PROJ);
 
     row.add<OSplit, O_PIECES>(a.o_pieces, a.fault, KERNEL_GATE_UP, a.layer);
     if (LAST) row.store(a.residual_out);
     row.normalise(token, shared.scratch);
+    phase_resumed(GATE_UP);
     stream.multiply<GROUPS_OF<HIDDEN>>(GATE_UP, token, a.fault, a.layer);
     __syncthreads();  // as above
     store_inner(shared, a);
+    phase_ended(GATE_UP);
 
     if (!LAST) row.load_norm(a.next_norm);
     take_halves<INNER, true>(token, a.inner, a.fault, KERNEL_DOWN, a.layer);
+    phase_resumed(DOWN);
     stream.multiply<GROUPS_OF<INNER>>(DOWN, token, a.fault, a.layer);
     __syncthreads();  // as above
     store_pieces<DownSplit, true>(shared, DOWN, HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault, KERNEL_DOWN, a.layer);
+    phase_ended(DOWN);
     if constexpr (!LAST) {
         row.add<DownSplit, DOWN_PIECES>(a.down_pieces, a.fault, KERNEL_QKV, a.layer);
         row.store(a.residual_out);
         row.normalise(token, shared.scratch);
+        phase_resumed(QKV);
         stream.multiply<GROUPS_OF<HIDDEN>>(QKV, token, a.fault, a.layer);
         __syncthreads();  // as above
         store_pieces<QkvSplit, false>(shared, QKV, QKV_ROWS, 1.0f, a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
+        phase_ended(QKV);
     }
 }

@@ -4,6 +4,9 @@
 // Entries take the next free places, which costs each launch the trip of an atomic behind its end. Where TRACE_LAYERS is
 // defined too, launches of layers 0 .. TRACE_LAYERS - 1 have places of their own instead: one launch of a kernel and layer
 // is kept then.
+//
+// Where TRACE_PHASES is defined, the parts of a launch (common/phases.cuh) leave entries instead of it, as kernels
+// TRACE + 1, TRACE + 2, ...
 #pragma once
 #include "common/clock.cuh"
 
@@ -22,6 +25,9 @@ __device__ TraceBuffer* trace_buffer;
 // In shared memory rather than in registers, of which some kernels have none to spare.
 __shared__ uint64_t trace_begin, trace_waiting, trace_resumed;
 __shared__ TraceBuffer* trace_to;
+#ifdef TRACE_PHASES
+__shared__ uint64_t trace_phase_resumed[TRACE_PHASES], trace_phase_end[TRACE_PHASES];
+#endif
 
 // Lives as long as the kernel's body; thread 0 speaks for its block.
 struct TraceScope {
@@ -31,17 +37,33 @@ struct TraceScope {
         trace_to = trace_buffer;
         trace_begin = clock_ns();
         trace_waiting = trace_resumed = 0;
+#ifdef TRACE_PHASES
+        for (int phase = 0; phase < TRACE_PHASES; ++phase) trace_phase_resumed[phase] = trace_phase_end[phase] = 0;
+#endif
     }
     __device__ __forceinline__ ~TraceScope() {
         if (threadIdx.x != 0) return;
         const uint64_t end = clock_ns();
+        if (trace_to == nullptr) return;
+#ifndef TRACE_PHASES
+        put(TRACE, trace_begin, trace_waiting, trace_resumed, end);
+#else
+        uint64_t begin = trace_begin;
+        for (int phase = 0; phase < TRACE_PHASES && trace_phase_end[phase] != 0; ++phase) {
+            const uint64_t waiting = phase == 0 ? trace_waiting : begin;
+            put(TRACE + 1 + phase, begin, waiting, trace_phase_resumed[phase], trace_phase_end[phase]);
+            begin = trace_phase_end[phase];
+        }
+#endif
+    }
+
+    __device__ __forceinline__ void put(int kernel, uint64_t begin, uint64_t waiting, uint64_t resumed, uint64_t end) const {
         TraceBuffer* const buffer = trace_to;
-        if (buffer == nullptr) return;
         const int block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
         unsigned int place;
 #ifdef TRACE_LAYERS
         if (unsigned(layer) < TRACE_LAYERS && block < TRACE_BLOCKS) {
-            place = (TRACE * TRACE_LAYERS + layer) * TRACE_BLOCKS + block;
+            place = (kernel * TRACE_LAYERS + layer) * TRACE_BLOCKS + block;
         } else
 #else
         constexpr unsigned int TRACE_PLACES = 0;
@@ -54,11 +76,11 @@ struct TraceScope {
         TraceEntry& entry = buffer->entries[place];
         int sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-        entry.begin = trace_begin;
-        entry.waiting = trace_waiting;
-        entry.resumed = trace_resumed;
+        entry.begin = begin;
+        entry.waiting = waiting;
+        entry.resumed = resumed;
         entry.end = end;
-        entry.kernel = TRACE;
+        entry.kernel = kernel;
         entry.layer = layer;
         entry.block = block;
         entry.sm = sm;
