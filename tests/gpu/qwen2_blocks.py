@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuq1.cuda import abi
+from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
 from cuq1.cuda.kernels.qwen2_gemv import INNER_SCALE
-from cuq1.plan.qwen2_dims import PAGE
+from cuq1.plan.qwen2_dims import PAGE, pieces
 from cuq1.plan.types import Plan
 from cuq1.reference.qwen2_weights import load_qwen2
+from tests.kernels.twins.qwen2 import swizzled
 
 
 def rms(x, weight, eps):
@@ -79,15 +81,23 @@ class OnGpu:
         self.runtime = runtime
         self.model = runtime.model
 
-    def read(self, name, shape, dtype=np.float32):
+    def read(self, name, shape, dtype=np.float32, offset=0):
         out = np.empty(shape, dtype)
-        self.runtime.read(name, out)
+        source = bindings().CUdeviceptr(self.runtime.addresses[name] + offset)
+        check(bindings().cuMemcpyDtoH(out.ctypes.data, source, out.nbytes))
         return out.astype(np.float64)
+
+    def summed(self, ref, rows, k):
+        """Pieces [pieces, rows] of a matrix of k columns. What no block writes are zeros, as memory was cleared, or
+        NOT_READY, a NaN."""
+        found = self.read(ref.buffer, (pieces(rows, k), rows), offset=ref.offset)
+        assert np.isfinite(found[0]).all()
+        return np.nan_to_num(found, nan=0.0).sum(axis=0)
 
     def cache(self, name, positions):
         """Keys or values [positions, kv_heads, size], through the page table."""
         d = self.model.sizes
-        pages = self.read(name, (self.model.pages, d.kv_heads, PAGE, d.head_size), np.float16)
+        pages = swizzled(self.read(name, (self.model.pages, d.kv_heads, PAGE, d.head_size), np.float16))
         table = self.read("page_table", (self.model.pages,), np.int32).astype(int)[: -(-positions // PAGE)]
         assert (table >= 0).all()
         return pages[table].transpose(0, 2, 1, 3).reshape(-1, d.kv_heads, d.head_size)[:positions]
@@ -98,23 +108,28 @@ class OnGpu:
         state.tokens[0], state.positions[0], state.done = token, position, position
         self.runtime.send(state)
         plan, d = self.runtime.plans.target_of(1, short=short), self.model.sizes
-        sums = {"qkv": ("qkv_pieces", d.qkv_rows), "o_proj": ("o_pieces", d.hidden), "down": ("down_pieces", d.hidden)}
-        sizes = {buffer.name: buffer.shape for buffer in plan.buffers}
+        sums = {"qkv": (d.qkv_rows, d.hidden), "o_proj": (d.hidden, d.q_width), "down": (d.hidden, d.inner)}
         for launch in plan.launches:
             Program(Plan(plan.buffers, (launch,)), self.runtime.addresses).issue(self.runtime.stream)
             self.runtime.wait()
             number, label = launch.layer, launch.label
             if label == "embed":
                 yield number, label, self.read("residual", d.hidden)
-            elif label in sums:  # pieces that no block writes are zeros, as memory was cleared
-                name, width = sums[label]
-                yield number, label, self.read(name, (sizes[name][0], width)).sum(axis=0)
+            elif label in sums:
+                yield number, label, self.summed(launch.args["out"], *sums[label])
             elif label == "combine" or (label == "attention" and short):
                 yield number, "k", self.cache(f"layers.{number}.k_pages", position + 1)
                 yield number, "v", self.cache(f"layers.{number}.v_pages", position + 1)
                 yield number, "attended", self.read("attended", d.q_width, np.float16)
             elif label == "gate_up":
                 yield number, label, self.read("inner", d.inner, np.float16)
+            elif label == "chain":
+                args = launch.args
+                yield number, "o_proj", self.summed(args["o_pieces"], *sums["o_proj"])
+                yield number, "gate_up", self.read("handed", d.inner, np.float16, args["inner"].offset)
+                yield number, "down", self.summed(args["down_pieces"], *sums["down"])
+                if args["qkv_pieces"]:
+                    yield number + 1, "qkv", self.summed(args["qkv_pieces"], *sums["qkv"])
             elif label == "norm":
                 yield number, label, self.read("hidden16", d.hidden, np.float16)
             elif label == "lm_head":

@@ -23,11 +23,14 @@ def tokens(count):
     return np.random.default_rng().integers(0, 500, count).tolist()
 
 
-@pytest.mark.parametrize("head", ["fp16", "int4"])
-@pytest.mark.parametrize("name", TINY)
-def test_every_launch_of_every_layer(gpu, made, name, head):
+CASES = [(name, "fp16", True) for name in TINY] + [(TINY[0], "int4", True), (TINY[0], "fp16", False)]
+
+
+@pytest.mark.parametrize(("name", "head", "chained"), CASES)
+def test_every_launch_of_every_layer(gpu, made, name, head, chained):
     model = Nanoqwen.open(made.file(name, head))
-    with Qwen2CudaEngine(model, loop="host") as engine:
+    with Qwen2CudaEngine(model, loop="host", chained=chained) as engine:
+        assert engine._model.chained == chained
         on_gpu = OnGpu(engine._runtime)
         for short in (True, False):
             engine.rewind(0)
@@ -39,10 +42,11 @@ def test_every_launch_of_every_layer(gpu, made, name, head):
             assert not wrong, wrong[:5]
 
 
-def test_a_changed_scale_is_found_where_it_is(gpu, made):
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_changed_scale_is_found_where_it_is(gpu, made, chained):
     """The control: of all launches, the first that differs is the one whose weights were changed."""
     model = Nanoqwen.open(made.file(TINY[3]))
-    with Qwen2CudaEngine(model, loop="host") as engine:
+    with Qwen2CudaEngine(model, loop="host", chained=chained) as engine:
         runtime, layout = engine._runtime, engine._runtime.model.weights
         name = "layers.1.gate_up"
         tensor = layout.tensors[name]

@@ -12,7 +12,7 @@ from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.models import loop, qwen2, qwen2_decode, qwen2_prefill
 from cuq1.models.family import plans_of
 from cuq1.models.steps import Chunk
-from cuq1.plan.qwen2_dims import PAGE
+from cuq1.plan.qwen2_dims import PAGE, padded, pieces
 from cuq1.plan.types import Ref
 from tools.checkpoint_qwen2 import NAMES, qwen2_config
 
@@ -22,38 +22,20 @@ def model_of(name, *, int4_head=False, **options):
     return qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), **options)
 
 
-def reads(launch):
-    """Buffers that a launch reads, by the names of its arguments: all that it has but what it writes."""
-    return {(ref.buffer, ref.offset) for name, ref in launch.refs() if name not in writes_of(launch)}
-
-
-def writes_of(launch):
-    return {
-        "embed": {"residual"},
-        "qkv": {"residual_out", "out"},
-        "attention": {"attended"},
-        "combine": {"attended"},
-        "o_proj": {"out"},
-        "gate_up": {"residual_out", "inner"},
-        "down": {"out"},
-        "norm": {"normed"},
-        "lm_head": {"logits"},
-        "top_k": {"values", "ids"},
-    }.get(launch.label, set())
-
-
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("head", [False, True])
-def test_every_model_has_plans(name, head):
+@pytest.mark.parametrize(("head", "chained"), [(False, False), (False, True), (True, True)])
+def test_every_model_has_plans(name, head, chained):
     """Every field of every launch has a value, within its buffer: a Plan refuses anything else."""
-    model = model_of(name, int4_head=head, capacity=4096)
+    model = model_of(name, int4_head=head, capacity=4096, chained=chained)
     plans = plans_of(model)
     layers = model.config.num_hidden_layers
+    apart = ("qkv", "attention", "o_proj", "gate_up", "down")
     for short in (False, True):
         counts = Counter(launch.label for launch in loop.round_of(model, 1, 0, short=short).launches)
         assert counts == {
-            **dict.fromkeys(("qkv", "attention", "o_proj", "gate_up", "down"), layers),
+            **dict.fromkeys(("attention", "chain") if chained else apart, layers),
             **dict.fromkeys(("embed", "norm", "lm_head", "top_k", "accept", "control"), 1),
+            **({"qkv": 1} if chained else {}),
             **({} if short else {"combine": layers}),
         }
         assert [one.label for one in plans.target_of(1, short=short).launches][-1] == "lm_head"
@@ -61,8 +43,7 @@ def test_every_model_has_plans(name, head):
     assert [one.label for one in plans.logits_of().launches] == ["lm_head"]
     for chunk in (Chunk(0, 1), Chunk(17, 2048)):
         counts = Counter(launch.label for launch in qwen2_prefill.chunk_plan(model, chunk).launches)
-        steps = ("qkv", "attention", "o_proj", "gate_up", "down")
-        assert counts == {**dict.fromkeys(steps, layers), "norm": 2 * layers + 1, "rope": 1, "embed": 1}
+        assert counts == {**dict.fromkeys(apart, layers), "norm": 2 * layers + 1, "rope": 1, "embed": 1}
     part = Chunk(3, min(plans.scored, 200))
     scoring = qwen2_prefill.steps_plan(model, plans.logits_steps(), part)
     assert [one.label for one in scoring.launches] == ["norm", "lm_head"]
@@ -71,29 +52,123 @@ def test_every_model_has_plans(name, head):
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("short", [False, True])
-def test_what_a_launch_writes_the_one_before_does_not_read(short):
-    """A dependent launch begins while its predecessor may still run."""
-    model = model_of("qwen2.5-coder-1.5b", capacity=4096)
-    launches = qwen2_decode.round_of(model, short=short).launches
+def flow(launches, layers):
+    """Follows what each launch reads to who wrote it; AssertionError, naming the launch, for anything else.
 
-    def overlaps():
-        for before, after in pairwise(launches):
-            written = {(ref.buffer, ref.offset) for name, ref in after.refs() if name in writes_of(after)}
-            yield from reads(before) & written
+    x3: the residual before layer 3's attention, h3: before its MLP; the others by their launches' names. A chain's
+    words have to be cleared since they were last stored.
+    """
+    held, cleared = {}, set()
 
-    assert not list(overlaps())
+    def step(launch):
+        args, n = launch.args, launch.layer
+
+        def read(name, wanted):
+            assert held.get(args[name]) == wanted, f"{launch.label} {n}: {name} is {held.get(args[name])}, not {wanted}"
+
+        match launch.label:
+            case "embed":
+                held[args["residual"]] = "x0"
+            case "qkv":
+                assert args["residual"] != args["residual_out"]
+                if n == 0:
+                    assert args["pieces"] == 0
+                    read("residual", "x0")
+                else:
+                    read("residual", f"h{n - 1}")
+                    read("pieces", f"down{n - 1}")
+                held[args["residual_out"]], held[args["out"]] = f"x{n}", f"qkv{n}"
+            case "attention":
+                read("pieces", f"qkv{n}")
+                held[args["attended"]] = f"attended{n}"
+            case "combine":
+                held[args["attended"]] = f"attended{n}"
+            case "o_proj":
+                read("in", f"attended{n}")
+                held[args["out"]] = f"o{n}"
+            case "gate_up":
+                assert args["residual"] != args["residual_out"]
+                read("residual", f"x{n}")
+                read("pieces", f"o{n}")
+                held[args["residual_out"]], held[args["inner"]] = f"h{n}", f"inner{n}"
+            case "down":
+                read("in", f"inner{n}")
+                held[args["out"]] = f"down{n}"
+            case "chain":
+                assert args["residual"] != args["residual_out"]
+                read("residual", f"x{n}")
+                read("attended", f"attended{n}")
+                assert args["o_pieces"] in cleared, f"chain {n}: what it stores was not cleared"
+                cleared.remove(args["o_pieces"])
+                held[args["down_pieces"]] = f"down{n}"
+                held[args["residual_out"]] = f"h{n}" if n == layers - 1 else f"x{n + 1}"
+                assert (args["qkv_pieces"] == 0) == (n == layers - 1)
+                held[args["qkv_pieces"]] = f"qkv{n + 1}"
+            case "norm":
+                read("residual", f"h{layers - 1}")
+                read("pieces", f"down{layers - 1}")
+        unready = args.get("unready", 0)
+        if unready:
+            assert unready != args.get("o_pieces")
+            cleared.add(unready)
+
     for launch in launches:
-        if launch.label in ("qkv", "gate_up"):
-            assert launch.args["residual"] != launch.args["residual_out"]
-            launch.args["residual_out"] = launch.args["residual"]
-    own = [one for one in launches if one.label in ("qkv", "gate_up") and one.args["residual_out"] in one.args.values()]
-    assert own  # the control: what was planted is seen by the same comparison
-    assert any((one.args["residual"].buffer, one.args["residual"].offset) in reads(one) for one in own)
+        step(launch)
 
 
-def test_a_token_reads_every_matrix_once():
-    model = model_of("qwen2.5-coder-3b", capacity=4096)
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_launch_reads_what_the_one_before_it_wrote(short, chained, count):
+    config = parse_qwen2(qwen2_config("qwen2.5-coder-1.5b", num_hidden_layers=count))
+    model = qwen2.resolve(config, qwen2_layout(config), capacity=4096, chained=chained)
+    launches = qwen2_decode.round_of(model, short=short).launches
+    flow(launches + launches, count)  # and the next token
+    for label in ("qkv", "chain" if chained else "gate_up"):  # the control: rows of the residual that are exchanged
+        args = next(one.args for one in launches if one.label == label)
+        args["residual"], args["residual_out"] = args["residual_out"], args["residual"]
+        with pytest.raises(AssertionError):
+            flow(launches, count)
+        args["residual"], args["residual_out"] = args["residual_out"], args["residual"]
+    if chained:
+        launches[0].args["unready"] = 0
+        with pytest.raises(AssertionError, match="chain 0: what it stores was not cleared"):
+            flow(launches, count)
+
+
+def test_what_a_chain_stores_is_cleared_whole():
+    for name in NAMES:
+        d = qwen2_layout(parse_qwen2(qwen2_config(name))).dims
+        for layer in (0, 1):
+            places = qwen2.handed(d, layer)
+            words = qwen2.handed_words(d)
+            assert places["o_pieces"].offset == layer * 4 * words
+            assert 4 * words % 16 == 0
+            assert all(ref.offset % 16 == 0 for ref in places.values())
+            sizes = {
+                "o_pieces": 4 * pieces(d.hidden, d.q_width) * d.hidden,
+                "down_pieces": 4 * pieces(d.hidden, d.inner) * d.hidden,
+                "inner": 2 * padded(d.inner),
+            }
+            ends = sorted((ref.offset, ref.offset + sizes[name]) for name, ref in places.items())
+            assert all(end == begin for (_, end), (begin, _) in pairwise(ends))
+            assert ends[-1][1] == (layer + 1) * 4 * words
+
+
+def test_a_gpu_with_fewer_multiprocessors_has_no_chains():
+    """All blocks of a chain have to be resident together."""
+    config = parse_qwen2(qwen2_config(NAMES[0]))
+    layout = qwen2_layout(config)
+    for sms, chained in ((131, False), (132, True), (144, True)):
+        model = qwen2.resolve(config, layout, sms=sms, chained=True)
+        assert model.chained == chained
+        labels = {one.label for one in qwen2_decode.round_of(model).launches}
+        assert ("chain" in labels) == chained
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_token_reads_every_matrix_once(chained):
+    model = model_of("qwen2.5-coder-3b", capacity=4096, chained=chained)
     plan = qwen2_decode.round_of(model, context=1000, short=True)
     weights = sum(
         tensor.nbytes for tensor in model.weights.tensors.values() if tensor.dtype == "uint8"
