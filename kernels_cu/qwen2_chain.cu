@@ -19,7 +19,7 @@
 // blocks.
 #include "common/copy.cuh"
 #include "common/flagged.cuh"
-#include "common/int4.cuh"
+#include "common/int4_biased.cuh"
 #include "common/pdl.cuh"
 #include "common/phases.cuh"
 #include "common/pieces.cuh"
@@ -115,8 +115,8 @@ struct Stream {
         float* sums = &shared.sums[warp][0][g];
         float low = 0.0f, high = 0.0f;
         int group = run.first % GROUPS;
+        Biased::Columns x[STAGE_UNITS];
         const auto flush = [&]() {
-            low = TOKEN::sum(low), high = TOKEN::sum(high);
             if (t == 0) sums[0] = low, sums[8] = high;
             sums += TILE_ROWS;
             low = high = 0.0f;
@@ -142,7 +142,7 @@ struct Stream {
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
                 const int of = group + u < GROUPS ? group + u : (group + u - GROUPS) % GROUPS;
-                c[u] = TOKEN::times(w[u], token + of * TOKEN::GROUP_BYTES, lane);
+                c[u] = x[u].times(w[u], token + of * Biased::GROUP_BYTES, lane);
             }
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
@@ -304,7 +304,7 @@ struct Row {
             float normed[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) normed[j] = x[i][j] * inverse * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
-            TOKEN::store(token, column(i), normed, column(i) < padded(HIDDEN));
+            Biased::store(token, column(i), normed, column(i) < padded(HIDDEN));
         }
         __syncthreads();  // all of the token is there
     }
@@ -332,7 +332,7 @@ __device__ __forceinline__ void take_halves(uint8_t* token, const f16* from, Fau
         const int column = (i * THREADS + int(threadIdx.x)) * 8;
         const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
         const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-        TOKEN::store(token, column, eight, column < padded(K));
+        Biased::store(token, column, eight, column < padded(K));
     }
     __syncthreads();  // all of the token is there
 }

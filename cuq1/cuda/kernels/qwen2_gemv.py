@@ -108,7 +108,8 @@ def chain(dims: Qwen2Dims, ring: Ring = CHAIN, *, last: bool = False) -> Kernel:
     All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them.
     """
     defines = (*common(dims), *ring.defines, ("LAST", int(last)))
-    smem = ring.smem(max(dims.hidden, dims.q_width, dims.inner))
+    widest = padded(max(dims.hidden, dims.q_width, dims.inner))
+    smem = ring.nbytes + widest // GROUP * (2 * GROUP + 16)
     grid = (MULTIPROCESSORS, 1, 1)
     return Kernel(
         "qwen2_chain.cu", "qwen2_chain", Qwen2ChainArgs, defines, grid, ring.warps * 32, smem=smem, max_registers=112
