@@ -14,7 +14,7 @@ bandwidth measured in the same run. Regions come from kernels compiled to leave 
 
 import sys
 import time
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,13 +26,12 @@ from cuq1.cuda.driver import open_device
 from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
 from cuq1.errors import RequestError
 from cuq1.models.qwen2 import position_bytes
-from cuq1.plan.types import Plan
 from cuq1.sampling import DecodeParams
 from tools.bench import append_row, at_least_one
 from tools.breakdown import REGIONS, breakdown, mean, problems, tokens_of, total
 from tools.e2e_report import MODES, Regions, lines, plain
 from tools.gpu import Spread, read_ceiling, spread_of
-from tools.qwen2_engines import Mode, Subject, records, token_plan
+from tools.qwen2_engines import Mode, Subject, parts_of, records, token_plan
 from tools.tracing import Tracer, spans
 
 TRACED = 12  # tokens of a request whose launches leave their times
@@ -95,7 +94,7 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
     parts, itl = [], []
     try:
         with subject.engine(mode, len(ids) + TRACED + 1, tracer) as engine:
-            plan = token_plan(engine, len(ids) + TRACED)
+            launches = parts_of(token_plan(engine, len(ids) + TRACED))
             request(engine, ids, TRACED)
             for _ in range(options.traced):
                 tracer.clear()
@@ -109,16 +108,15 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
         tracer.close()
     shares = mean(parts)
     time_us = float(np.mean(itl)) if device else total(shares)
-    return Regions(
-        mode, len(ids), shares, time_us, problems(shares, time_us, len(plan.launches) + device), region_bytes(plan)
-    )
+    found = problems(shares, time_us, len(launches) + device)
+    return Regions(mode, len(ids), shares, time_us, found, region_bytes(launches))
 
 
-def region_bytes(plan: Plan) -> dict[str, int]:
+def region_bytes(parts: Sequence[tuple[str, int]]) -> dict[str, int]:
     """What a token's launches read, by region."""
     found: dict[str, int] = {}
-    for launch in plan.launches:
-        found[REGIONS[launch.label]] = found.get(REGIONS[launch.label], 0) + launch.read_bytes
+    for label, size in parts:
+        found[REGIONS[label]] = found.get(REGIONS[label], 0) + size
     return found
 
 
@@ -127,13 +125,19 @@ def bench(subject: Subject, options: Namespace, ceiling: float) -> dict[str, Any
     ids = prompt_of(options.prompt, subject.config.vocab_size, options.seed)
     room = options.gen + 1
     middle = options.prompt + options.gen // 2
-    found: dict[str, Any] = {"model": subject.name, "prompt": options.prompt, "gen": options.gen, "problems": []}
+    found: dict[str, Any] = {
+        "model": subject.name,
+        "prompt": options.prompt,
+        "gen": options.gen,
+        "problems": [],
+    }
     for mode in MODES:
         with subject.engine(mode, max(options.prompt, options.context or 0) + room) as engine:
             found[mode] = measured(engine, ids, options)
             if mode == "device":
                 found["clock_us"] = device_itl_us(engine, ids, options.gen)
-                found["bytes"] = token_plan(engine, middle).read_bytes()
+                plan = token_plan(engine, middle)
+                found["bytes"], found["launches"] = plan.read_bytes(), len(plan.launches) + 1
                 if not finite(engine, ids):
                     found["problems"].append("the logits are not finite, or all the same")
                 if options.context:
@@ -166,6 +170,11 @@ def _run(argv: list[str] | None) -> int:
     source.add_argument("--config", nargs="+", default=["qwen2.5-coder-7b"], help="models with random weights")
     source.add_argument("--model", nargs="+", help="Hugging Face folders, or .nanoqwen files")
     parser.add_argument("--int4-head", action="store_true", help="of random weights, the logits' matrix is INT4, too")
+    parser.add_argument(
+        "--chained",
+        action=BooleanOptionalAction,
+        help="one launch between two attentions (default: as the engine does)",
+    )
     parser.add_argument("--prompt", type=at_least_one, default=512, help="tokens of the prompt")
     parser.add_argument("--gen", type=at_least_one, default=128, help="tokens of the answer")
     parser.add_argument("--context", type=at_least_one, help="a longer prompt, measured too")
@@ -179,9 +188,8 @@ def _run(argv: list[str] | None) -> int:
         parser.error("--gen must be at least 2: a token's time is that from one to the next")
     if options.context and options.context <= options.prompt:
         parser.error("--context must be more than --prompt, to which it is compared")
-    subjects = [
-        Subject.of(name, int4_head=options.int4_head, seed=options.seed) for name in options.model or options.config
-    ]
+    more = {"int4_head": options.int4_head, "seed": options.seed, "chained": options.chained}
+    subjects = [Subject.of(name, **more) for name in options.model or options.config]
     longest = max(options.prompt, options.context or 0) + max(options.gen, TRACED) + 1
     for subject in subjects:
         if longest > subject.config.max_position_embeddings:

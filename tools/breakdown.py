@@ -12,7 +12,7 @@ from itertools import pairwise
 from tools.tracing import Span
 
 GAP = "kernel_gap"
-# What each kernel of a Qwen2 token does, in order.
+# What each kernel of a Qwen2 token does, in order. Where launches are chained, a chain's parts are like launches.
 REGIONS = {
     "embed": "embed",
     "qkv": "qkv_gemv",
@@ -21,6 +21,11 @@ REGIONS = {
     "o_proj": "o_proj",
     "gate_up": "gate_up",
     "down": "down",
+    "chain": "",  # its parts have regions of their own
+    "chain.o_proj": "o_proj",
+    "chain.gate_up": "gate_up",
+    "chain.down": "down",
+    "chain.qkv": "qkv_gemv",
     "norm": "norms",
     "lm_head": "lm_head",
     "top_k": "sample",
@@ -89,7 +94,7 @@ def mean(parts: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
     for part in parts:
         for region, share in part.items():
             total[region] = total.get(region, Share()) + share
-    order = [*dict.fromkeys(REGIONS.values()), GAP]
+    order = [*dict.fromkeys(region for region in REGIONS.values() if region), GAP]
     return {
         region: total[region].scaled(1 / len(parts))
         for region in sorted(total, key=lambda name: order.index(name) if name in order else -1)

@@ -37,7 +37,7 @@ from tools.checkpoint_qwen2 import NAMES, qwen2_config
 from tools.make_checkpoint import write_qwen2_checkpoint
 from tools.near_ties import Comparison, compared, decoded
 
-TOLERANCE = 6e-3  # of a row of logits, ||gpu - cpu|| / ||cpu||: activations are halves
+TOLERANCE = 3e-3  # of a row of logits, ||gpu - cpu|| / ||cpu||: activations are halves
 LONGEST = 600  # tokens of a prompt
 TESTS = {"unit": "tests/kernels/test_qwen2_*.py", "layer": "tests/gpu/test_qwen2_blocks.py"}
 

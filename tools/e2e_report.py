@@ -26,8 +26,8 @@ def lines(found: dict[str, Any], ceiling: float) -> list[str]:
     """A model's table."""
     size = found["bytes"]
     table = [
-        f"{found['model']}: prompt {found['prompt']}, {found['gen']} tokens, {size / 1e9:.3f} GB a token, "
-        f"{size / ceiling / 1e3:.0f} µs at {ceiling:.0f} GB/s",
+        f"{found['model']}: prompt {found['prompt']}, {found['gen']} tokens; a token: {found['launches']} launches, "
+        f"{size / 1e9:.3f} GB, {size / ceiling / 1e3:.0f} µs at {ceiling:.0f} GB/s",
         f"{'':10} {'TTFT ms':>22} {'ITL ms':>25} {'tokens/s':>9} {'GB/s':>6} {'of ceiling':>10}",
     ]
     rows: list[tuple[str, Any, int]] = [(mode, found[mode], size) for mode in MODES]

@@ -23,7 +23,7 @@ from cuq1.cuda.runtime import Runtime
 from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import RequestError
 from cuq1.models import qwen2, qwen2_decode
-from cuq1.plan.types import Plan
+from cuq1.plan.types import Plan, Ref
 from tools.checkpoint_qwen2 import NAMES, qwen2_config
 from tools.tracing import Tracer
 
@@ -40,20 +40,22 @@ class Subject:
     opened: Qwen2Model | None
     int4_head: bool
     seed: int
+    chained: bool | None
 
     @classmethod
-    def of(cls, name: str, *, int4_head: bool = False, seed: int = 0) -> "Subject":
+    def of(cls, name: str, *, int4_head: bool = False, seed: int = 0, chained: bool | None = None) -> "Subject":
         """One of NAMES with random weights, a Hugging Face folder, or a .nanoqwen file.
 
-        int4_head: of random weights, the logits' matrix, too, is INT4. Raises RequestError for anything else, and
+        int4_head: of random weights, the logits' matrix, too, is INT4. chained: what lies between two attentions is one
+        launch, or is not; None is the engine's default. Raises RequestError for anything else, and
         ConfigError or CheckpointError for a model that is not computed.
         """
         path, known = Path(name), name.lower()
         if path.exists() and is_qwen2(path):
             model = open_qwen2(path)
-            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, seed)
+            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, seed, chained)
         if known in NAMES:
-            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, seed)
+            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, seed, chained)
         raise RequestError(f"{name} is no Qwen2 model: name a folder, a .nanoqwen file, or {NAMES[0]} and the like")
 
     @contextmanager
@@ -68,6 +70,7 @@ class Subject:
             model: Any = self.opened
             if model is None:
                 model = stack.enter_context(_random(self.config, self.int4_head, self.seed))
+            more: dict[str, Any] = {} if self.chained is None else {"chained": self.chained}
             yield stack.enter_context(
                 Qwen2CudaEngine(
                     model,
@@ -75,6 +78,7 @@ class Subject:
                     loop="device" if mode == "device" else "host",
                     defines=None if tracer is None else tracer.defines,
                     say=_silent,
+                    **more,
                 )
             )
 
@@ -150,6 +154,24 @@ def records(engine: Qwen2CudaEngine) -> Iterator[list[abi.Record]]:
 
     with mock.patch.object(loop, "next", following):
         yield found
+
+
+# Of a chain's parts, which of its weights they read.
+_PARTS = {part: f"{part}_weights" for part in ("o_proj", "gate_up", "down", "qkv")} | {"o_proj": "o_weights"}
+
+
+def parts_of(plan: Plan) -> list[tuple[str, int]]:
+    """(label, bytes read) of everything that leaves times where a plan is traced: launches, and a chain's parts."""
+    found = []
+    for launch in plan.launches:
+        if launch.label != "chain":
+            found.append((launch.label, launch.read_bytes))
+            continue
+        for part, name in _PARTS.items():
+            weights = launch.args[name]
+            if isinstance(weights, Ref):
+                found.append((f"chain.{part}", plan.buffer(weights.buffer).bytes))
+    return found
 
 
 def token_plan(engine: Qwen2CudaEngine, context: int) -> Plan:

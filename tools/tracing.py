@@ -29,6 +29,9 @@ BLOCKS = 512  # of a launch that has places of its own
 class Tracer:
     """Memory for entries, and the constants that make kernels write them. labels: of the launches to trace.
 
+    A label with a dot names a part of a launch, which leaves its times in the launch's stead: `chain.down`. All of a
+    launch's parts stand behind its label, in their order.
+
     layers: how many layers' launches have places of their own, which costs them less time. Then one round is kept, and
     of what has no place of its own (the draft's launches) as much as there is room for.
     """
@@ -45,7 +48,12 @@ class Tracer:
     def defines(self) -> Mapping[str, Defines]:
         """For Plan.with_defines."""
         own: Defines = (("TRACE_LAYERS", self._layers), ("TRACE_BLOCKS", BLOCKS), ("TRACE_PLACES", f"{self._places}u"))
-        return {label: (("TRACE", number), *own[: 3 * bool(self._layers)]) for number, label in enumerate(self.labels)}
+        found: dict[str, Defines] = {}
+        for number, label in enumerate(self.labels):
+            parts = sum(other.startswith(f"{label}.") for other in self.labels)
+            phases: Defines = (("TRACE_PHASES", parts),) if parts else ()
+            found[label] = (("TRACE", number), *phases, *own[: 3 * bool(self._layers)])
+        return found
 
     def attach(self, kernels: Iterable[Kernel]) -> None:
         """Points the modules of those kernels that are traced at the memory."""

@@ -20,7 +20,7 @@ def test_a_models_figures(gpu, capsys):
 
 def test_a_launch_that_leaves_no_times_is_found(gpu, capsys, monkeypatch):
     """The control: what is not traced would look like a gap."""
-    monkeypatch.setattr(bench_e2e, "REGIONS", {k: v for k, v in breakdown.REGIONS.items() if k != "gate_up"})
+    monkeypatch.setattr(bench_e2e, "REGIONS", {k: v for k, v in breakdown.REGIONS.items() if k != "norm"})
     monkeypatch.setattr(bench_e2e, "region_bytes", lambda plan: {})
     assert bench_e2e.main(SMALL) == 1
     assert "launches a token left their times, of" in capsys.readouterr().out

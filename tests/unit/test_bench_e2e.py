@@ -18,7 +18,7 @@ from tools.breakdown import REGIONS, breakdown
 from tools.checkpoint_qwen2 import qwen2_config
 from tools.e2e_report import Regions, lines, plain, region_lines
 from tools.make_checkpoint import write_qwen2_checkpoint
-from tools.qwen2_engines import Subject
+from tools.qwen2_engines import Subject, parts_of
 
 
 class Engine(Qwen2Engine):
@@ -64,7 +64,8 @@ def without_gpu(monkeypatch):
         yield [SimpleNamespace(launched=1000 * i, ended=1000 * i + 1700) for i in range(1, 5)]
 
     monkeypatch.setattr(bench_e2e, "records", records)
-    monkeypatch.setattr(bench_e2e, "token_plan", lambda engine, context: SimpleNamespace(read_bytes=lambda: 5_000_000))
+    plan = SimpleNamespace(read_bytes=lambda: 5_000_000, launches=[None] * 7)
+    monkeypatch.setattr(bench_e2e, "token_plan", lambda engine, context: plan)
     shares = breakdown(TOKEN, 1000, 1700)
     found = Regions("device", 9, shares, 0.7, [], {"embed": 0, "qkv_gemv": 2_000_000})
     monkeypatch.setattr(bench_e2e, "regions", lambda *args: found)
@@ -89,7 +90,7 @@ def test_all_figures_of_a_model(subject, options):
         "kernel_gap",
         "append_kv: in attention",
         "device after 9",
-        "0.005 GB a token",
+        "8 launches, 0.005 GB",
     ):
         assert part in text
     assert json.loads(json.dumps(plain(found)))["device"].keys() == {"ttft_ms", "itl_ms"}
@@ -119,14 +120,20 @@ def test_the_breakdown_is_printed_with_its_sum():
     assert any("sum" in line and "1.60; ITL 1.60 traced, 1.50 untraced; kernel_gap 14.37%" in line for line in table)
 
 
-@pytest.mark.parametrize("context", [1, 400])
-def test_every_launch_of_a_token_has_a_region(context):
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_every_launch_and_part_of_a_token_has_a_region(short, chained):
     config = Subject.of("qwen2.5-coder-7b").config
-    layout = qwen2_layout(config)
-    model = qwen2.resolve(config, layout, capacity=1024)
-    for short in (False, True):
-        plan = qwen2_decode.round_of(model, context=context, short=short)
-        assert {launch.label for launch in plan.launches} <= REGIONS.keys() - {"control"}
+    model = qwen2.resolve(config, qwen2_layout(config), capacity=1024, chained=chained)
+    plan = qwen2_decode.round_of(model, context=400, short=short)
+    parts = parts_of(plan)
+    assert {label for label, _ in parts} <= REGIONS.keys() - {"control", "chain"}
+    assert sum(size for _, size in parts) == plan.read_bytes()
+    read = bench_e2e.region_bytes(parts)
+    units = 3584 // 128 * 1056  # of a tile of 16 rows
+    assert read["gate_up"] == 28 * 18944 // 8 * units
+    assert read["qkv_gemv"] == 28 * 4608 // 16 * units
+    assert (len(parts) > len(plan.launches)) == chained
 
 
 @pytest.mark.parametrize(

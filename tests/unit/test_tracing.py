@@ -10,7 +10,7 @@ from cuq1.cuda.kernels import control
 from cuq1.plan.kernel import Kernel
 from tests.kernels import shapes
 from tools.trace_round import chrome, draw, table
-from tools.tracing import ENTRY, spans
+from tools.tracing import ENTRY, Tracer, spans
 
 LABELS = ("one", "two")
 
@@ -68,3 +68,12 @@ def test_only_traced_kernels_hold_a_scope():
     traced = Kernel(**{**vars(kernel), "defines": (*kernel.defines, ("TRACE", 3))})
     assert "TraceScope trace_scope(a.layer);" not in jit.source_text(kernel)
     assert jit.source_text(traced).count("TraceScope trace_scope(a.layer);") == 1
+
+
+def test_parts_of_a_launch_are_numbered_behind_it():
+    tracer = object.__new__(Tracer)
+    tracer.labels, tracer._layers, tracer._places = ("one", "chain", "chain.a", "chain.b", "chainlike"), 0, 0
+    defines = {label: dict(pairs) for label, pairs in tracer.defines.items()}
+    assert defines["chain"] == {"TRACE": 1, "TRACE_PHASES": 2}
+    assert defines["chainlike"] == {"TRACE": 4}
+    assert defines["one"] == {"TRACE": 0}
