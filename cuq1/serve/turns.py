@@ -1,12 +1,17 @@
 """What the model wrote in turns that called tools, kept under the calls' ids.
 
-Agents send a call back as they read it: its arguments parsed and written anew, the text around it trimmed. Rendered
-from that, the next prompt would part from what the engine holds at the first space that differs. So a message whose
-calls have ids that are known here, and that still says the same, is rendered as the model wrote it. A message that an
-agent has changed is rendered as it is.
+Agents send a call back as they read it: its arguments parsed, tidied and written anew, the text around it trimmed.
+Rendered from that, the next prompt would part from what the engine holds at the first space that differs. So a message
+whose calls have ids that are known here, and that still says the same, is rendered as the model wrote it. A message
+that an agent has changed in a way that can be seen is rendered as it is.
+
+What counts as tidying was seen of Claude Code: it puts members into another order, adds those that are false by
+default, parses strings that should have been JSON, takes whitespace from the ends of lines that are to be written and
+one backslash of two from a command, and leaves out a leading `cd` to the folder where it is anyway.
 """
 
 import json
+import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -20,6 +25,7 @@ from cuq1.text.written import Written
 
 LIMIT = 32 << 20
 _OVERHEAD = 500  # bytes of a turn beside its tokens and texts, roughly
+_CHANGES_FOLDER = re.compile(r"cd[^;&|]+&&")  # before a command, both without whitespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class TurnMemory:
             restored.append(message | {"tool_calls": calls})
             if _is_whole(message, calls, turn):
                 exact = turn.written
-                same_reasoning = (message.get("reasoning_content") or "") == turn.reasoning
+                same_reasoning = _bare(message.get("reasoning_content") or "") == _bare(turn.reasoning)
                 written[index] = exact if same_reasoning else Written(None, exact.answer)
         return restored, written
 
@@ -139,7 +145,7 @@ def _key(call_id: str) -> str:
 def _restored(call: dict[str, Any], ours: Call | None) -> dict[str, Any]:
     """`call` with the arguments that were written for it, where they still say the same."""
     function = call["function"]
-    if ours is None or function["name"] != ours.name or not same_json(function["arguments"], ours.arguments):
+    if ours is None or function["name"] != ours.name or not resembles(function["arguments"], ours.arguments):
         return call
     return call | {"function": function | {"arguments": ours.arguments}}
 
@@ -148,26 +154,38 @@ def _is_whole(message: dict[str, Any], calls: list[dict[str, Any]], turn: Turn) 
     """Whether a message, its calls restored, is the turn, but for whitespace around its text."""
     told = [(_key(call["id"]), call["function"]["name"], call["function"]["arguments"]) for call in calls]
     ours = [(_key(call.id), call.name, call.arguments) for call in turn.calls]
-    return told == ours and (message.get("content") or "").strip() == turn.content.strip()
+    return told == ours and _bare(message.get("content") or "") == _bare(turn.content)
 
 
-def same_json(one: Any, other: Any) -> bool:
-    """Whether two JSON values, or texts of them, are equal to a reader that knows numbers as doubles.
-
-    The order of members counts for nothing: JSON of JavaScript puts names that are numbers first.
-    """
+def resembles(theirs: Any, ours: str) -> bool:
+    """Whether arguments that came back, as a JSON value or the text of one, are those that were written, tidied."""
     try:
-        return bool(_comparable(one) == _comparable(other))
+        text = theirs if isinstance(theirs, str) else json.dumps(theirs)
+        return _resembles(_read(text), _read(ours))
     except (ValueError, RecursionError):
         return False
 
 
-def _comparable(value: Any) -> Any:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return json.loads(text, parse_int=_number, parse_float=_number)
+def _resembles(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(_resembles(value, ours[name]) if name in ours else not value for name, value in theirs.items())
+    if isinstance(theirs, list) and isinstance(ours, list):
+        return len(theirs) == len(ours) and all(map(_resembles, theirs, ours))
+    if isinstance(theirs, str) and isinstance(ours, str):
+        shown, written = _bare(theirs), _bare(ours)
+        if shown == written:
+            return True
+        return written.endswith(shown) and _CHANGES_FOLDER.fullmatch(written[: len(written) - len(shown)]) is not None
+    if isinstance(ours, str):
+        return _resembles(theirs, _read(ours))
+    return type(theirs) is type(ours) and bool(theirs == ours)
 
 
-def _number(text: str) -> tuple[str, float]:
-    """A number that is equal to no boolean."""
-    return ("number", float(text))
+def _bare(text: str) -> str:
+    """A text without whitespace and backslashes."""
+    return "".join(text.split()).replace("\\", "")
 
+
+def _read(text: str) -> Any:
+    """JSON as a reader has it that knows numbers as doubles."""
+    return json.loads(text, parse_int=float, parse_float=float)
