@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cuq1.serve import body as fields
+from cuq1.serve.agents import plain
 from cuq1.serve.errors import openai_body
 from cuq1.serve.http import COMMENT, EventStream, invalid, read_json, sse, unless_gone
 from cuq1.serve.openai import FINISH, Counts, Plan, envelope, response_schema, stream_options
@@ -41,7 +42,7 @@ def plan(body: Mapping[str, Any], service: Service) -> Plan:
         tools = []
     thinking, variables = fields.thinking(body)
     parallel = fields.boolean(body, "parallel_tool_calls", True)
-    prompt = service.renderer.prompt(messages, tools, enable_thinking=thinking, template_kwargs=variables)
+    prompt = service.renderer.prompt(messages, plain(tools), enable_thinking=thinking, template_kwargs=variables)
     generation = Generation(
         prompt=prompt,
         params=fields.params(body, service.defaults, "max_completion_tokens", "max_tokens"),

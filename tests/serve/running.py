@@ -48,7 +48,7 @@ def serving(service, settings=None, *, send_buffer=None):
 
     send_buffer: bytes that the kernel holds of what a client does not read.
     """
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # asyncio sends small pieces at once on such alone
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))

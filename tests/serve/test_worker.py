@@ -27,7 +27,7 @@ def test_held_is_what_a_prefill_keeps(engine):
     kept = []
     ids = rng.integers(1, 4000, 700).tolist()
     engine.prefill(ids)
-    for _ in range(40):
+    for _ in range(12):
         cut = int(rng.integers(1, len(ids)))
         if rng.random() < 0.5:
             cut = max(1, len(ids) - int(rng.integers(0, 8)))
