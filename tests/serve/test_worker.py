@@ -12,7 +12,6 @@ from tests.paths import NANO
 from tests.serve.running import LIMIT, nano_service, post, serving
 from tests.serve.watched import Watched
 
-
 WINDOW = 512  # of a draft model, whose rows may have to be made again
 
 
