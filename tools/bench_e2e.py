@@ -26,12 +26,13 @@ from cuq1.cuda.driver import open_device
 from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
 from cuq1.errors import RequestError
 from cuq1.models.qwen2 import position_bytes
+from cuq1.plan.dims import DRAFT
 from cuq1.sampling import DecodeParams
 from tools.bench import append_row, at_least_one
 from tools.breakdown import REGIONS, breakdown, mean, problems, tokens_of, total
 from tools.e2e_report import MODES, Regions, lines, plain
 from tools.gpu import Spread, read_ceiling, spread_of
-from tools.qwen2_engines import Mode, Subject, parts_of, records, token_plan
+from tools.qwen2_engines import Mode, Part, Subject, parts_of, records, token_plan
 from tools.tracing import Tracer, spans
 
 TRACED = 12  # tokens of a request whose launches leave their times
@@ -95,12 +96,13 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
     try:
         with subject.engine(mode, len(ids) + TRACED + 1, tracer) as engine:
             launches = parts_of(token_plan(engine, len(ids) + TRACED))
+            order = [(one.label, one.layer) for one in launches] + [("control", DRAFT)] * device
             request(engine, ids, TRACED)
             for _ in range(options.traced):
                 tracer.clear()
                 with records(engine) as log:
                     request(engine, ids, TRACED)
-                tokens = tokens_of(spans(tracer.read(), tracer.labels), "control" if device else "accept")
+                tokens = tokens_of(spans(tracer.read(), tracer.labels), order)
                 tokens = tokens[-1:] if device else tokens[2:]  # the host is slower at first
                 parts += [breakdown(found, begin, end) for begin, end, found in tokens]
                 itl += [(one.ended - one.launched) / 1e3 for one in log[-1:]]
@@ -108,14 +110,14 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
         tracer.close()
     shares = mean(parts)
     time_us = float(np.mean(itl)) if device else total(shares)
-    found = problems(shares, time_us, len(launches) + device)
+    found = problems(shares, time_us, len(order))
     return Regions(mode, len(ids), shares, time_us, found, region_bytes(launches))
 
 
-def region_bytes(parts: Sequence[tuple[str, int]]) -> dict[str, int]:
+def region_bytes(parts: Sequence[Part]) -> dict[str, int]:
     """What a token's launches read, by region."""
     found: dict[str, int] = {}
-    for label, size in parts:
+    for label, _, size in parts:
         found[REGIONS[label]] = found.get(REGIONS[label], 0) + size
     return found
 

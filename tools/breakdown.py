@@ -1,10 +1,11 @@
 """A token's time by region, from the spans of its launches: every moment counted once, also those in which nothing ran.
 
-With dependent launch a kernel's first blocks begin while its predecessor's last ones run. Such a moment belongs to the
-older of the two, for whose result the younger one waits. A moment in which no block of any launch is on the GPU is
+With dependent launch a kernel's first blocks begin while others run. Such a moment belongs to the oldest launch
+that has not ended, for whose result all others wait. A moment in which no block of any launch is on the GPU is
 kernel_gap. What is counted so adds up to the whole, exactly.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,36 +56,71 @@ class Share:
         return Share(self.us * factor, self.waiting * factor, self.launches * factor)
 
 
+class _Busy:
+    """When anything ran."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for span in sorted(spans, key=lambda span: span.begin):
+            if self._ends and span.begin <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], span.end)
+            else:
+                self._begins.append(span.begin)
+                self._ends.append(span.end)
+
+    def within(self, begin: int, end: int) -> int:
+        """Nanoseconds of that time."""
+        first = bisect_right(self._ends, begin)
+        last = bisect_left(self._begins, end)
+        return sum(min(self._ends[i], end) - max(self._begins[i], begin) for i in range(first, last))
+
+
 def breakdown(spans: Sequence[Span], begin: int, end: int, regions: Mapping[str, str] = REGIONS) -> dict[str, Share]:
     """The nanoseconds from `begin` to `end` by region and GAP, which add up to all of them.
 
-    spans: of all launches that run in between, in any order. Raises KeyError for a label that has no region.
+    spans: of all launches that run in between, in the order in which they were launched. Raises KeyError for a label
+    that has no region.
     """
+    busy, now = _Busy(spans), begin
     found: dict[str, Share] = {}
-    now = begin
 
-    def add(region: str, until: int, waiting: int, launches: int) -> None:
-        found[region] = found.get(region, Share()) + Share((until - now) / 1e3, waiting / 1e3, launches)
+    def add(region: str, ns: int, waiting: int = 0, launches: int = 0) -> None:
+        found[region] = found.get(region, Share()) + Share(ns / 1e3, waiting / 1e3, launches)
 
-    for span in sorted(spans, key=lambda span: (span.begin, span.end)):
+    for span in spans:
         if span.end <= begin or span.begin >= end:
             continue
-        if span.begin > now:
-            add(GAP, span.begin, 0, 0)
-            now = span.begin
         until = max(now, min(span.end, end))
-        add(regions[span.label], until, max(0, min(span.resumed, until) - now), int(span.end <= end))
+        running = busy.within(now, until)
+        if running < until - now:
+            add(GAP, until - now - running)
+        waiting = busy.within(now, max(now, min(span.resumed, until)))
+        add(regions[span.label], running, waiting, int(span.end <= end))
         now = until
     if now < end:
-        add(GAP, end, 0, 0)
+        add(GAP, end - now)
     return found
 
 
-def tokens_of(spans: Sequence[Span], last: str) -> list[tuple[int, int, list[Span]]]:
-    """(begin, end, spans) of each token: from one end of a launch called `last` to the next one's."""
-    ends = sorted(span.end for span in spans if span.label == last)
+def tokens_of(spans: Sequence[Span], order: Sequence[tuple[str, int]]) -> list[tuple[int, int, list[Span]]]:
+    """(begin, end, spans) of each token: from the end of a token's last launch to that of the next one's.
+
+    order: (label, layer) of a token's launches, each once; the spans are put into it. Others are left out.
+    """
+    places = {key: place for place, key in enumerate(order)}
+    ends = sorted(span.end for span in spans if (span.label, span.layer) == order[-1])
+    known = [span for span in spans if (span.label, span.layer) in places]
     return [
-        (begin, end, [span for span in spans if span.end > begin and span.begin < end]) for begin, end in pairwise(ends)
+        (
+            begin,
+            end,
+            sorted(
+                (span for span in known if span.end > begin and span.begin < end),
+                key=lambda span: (span.end > end, places[span.label, span.layer]),
+            ),
+        )
+        for begin, end in pairwise(ends)
     ]
 
 

@@ -7,7 +7,7 @@ from ctypes import sizeof
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 from unittest import mock
 
 from cuq1.checkpoint.nanoqwen import Nanoqwen
@@ -160,17 +160,25 @@ def records(engine: Qwen2CudaEngine) -> Iterator[list[abi.Record]]:
 _PARTS = {part: f"{part}_weights" for part in ("o_proj", "gate_up", "down", "qkv")} | {"o_proj": "o_weights"}
 
 
-def parts_of(plan: Plan) -> list[tuple[str, int]]:
-    """(label, bytes read) of everything that leaves times where a plan is traced: launches, and a chain's parts."""
+class Part(NamedTuple):
+    """What leaves times where a plan is traced: a launch, or a chain's part. read: bytes."""
+
+    label: str
+    layer: int
+    read: int
+
+
+def parts_of(plan: Plan) -> list[Part]:
+    """In the order in which they end."""
     found = []
     for launch in plan.launches:
         if launch.label != "chain":
-            found.append((launch.label, launch.read_bytes))
+            found.append(Part(launch.label, launch.layer, launch.read_bytes))
             continue
         for part, name in _PARTS.items():
             weights = launch.args[name]
             if isinstance(weights, Ref):
-                found.append((f"chain.{part}", plan.buffer(weights.buffer).bytes))
+                found.append(Part(f"chain.{part}", launch.layer, plan.buffer(weights.buffer).bytes))
     return found
 
 

@@ -127,13 +127,14 @@ def test_every_launch_and_part_of_a_token_has_a_region(short, chained):
     model = qwen2.resolve(config, qwen2_layout(config), capacity=1024, chained=chained)
     plan = qwen2_decode.round_of(model, context=400, short=short)
     parts = parts_of(plan)
-    assert {label for label, _ in parts} <= REGIONS.keys() - {"control", "chain"}
-    assert sum(size for _, size in parts) == plan.read_bytes()
+    assert {one.label for one in parts} <= REGIONS.keys() - {"control", "chain"}
+    assert sum(one.read for one in parts) == plan.read_bytes()
     read = bench_e2e.region_bytes(parts)
     units = 3584 // 128 * 1056  # of a tile of 16 rows
     assert read["gate_up"] == 28 * 18944 // 8 * units
     assert read["qkv_gemv"] == 28 * 4608 // 16 * units
     assert (len(parts) > len(plan.launches)) == chained
+    assert len({(one.label, one.layer) for one in parts}) == len(parts)
 
 
 @pytest.mark.parametrize(
