@@ -271,7 +271,7 @@ class Forgetful:
         self._used = False
 
     def __getattr__(self, name):
-        if self._used and name in ("tokens", "prefill"):
+        if self._used and name in ("held", "prefill"):
             self._engine.rewind(0)
             self._used = False
         self._used = self._used or name == "decode"
