@@ -1,11 +1,13 @@
 """The official openai and anthropic clients, unmodified, against a running server: Responses and Messages."""
 
 import asyncio
+import contextlib
 import json
 import time
 from contextlib import contextmanager
 
 import anthropic
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -13,6 +15,7 @@ from pydantic import BaseModel
 from cuq1.serve.request import ApiError, CallPiece, Finished, Piece, Queued, Started
 from tests.paths import ROOT
 from tests.serve.agents import check_messages, check_responses, parse_sse
+from tests.serve.running import wait_for
 
 FUNCTIONS = [tool["function"] for tool in json.loads((ROOT / "tools" / "nano_tools.json").read_text())]
 FLAT = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
@@ -392,3 +395,19 @@ def test_a_queue_that_moves_keeps_clients_waiting_not_failing(openai_client, ant
     kinds = asyncio.run(main())
     assert kinds[-1] == "response.completed"
     assert kinds.count("response.in_progress") >= 2
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_stops_the_engine(base_url, service, path, stream):
+    body = {"input": WRITE} if path == "/v1/responses" else {"messages": [{"role": "user", "content": WRITE}]}
+    body |= {"max_tokens": 5000, "max_output_tokens": 5000, "temperature": 3, "seed": 4, "stream": stream}
+    body |= {"thinking": ADAPTIVE}  # the same prompt on both paths, and an answer that is long
+    with (
+        httpx.Client(timeout=httpx.Timeout(60, read=0.3)) as client,
+        contextlib.suppress(httpx.ReadTimeout),
+        client.stream("POST", base_url + path, json=body) as response,
+    ):
+        next(response.iter_bytes())
+        assert service.worker.busy
+    wait_for(lambda: not service.worker.busy and not service.worker.waiting, 5)
