@@ -78,67 +78,83 @@ struct Halves {
     static __device__ __forceinline__ float sum(float x) { return x; }
 };
 
-__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                       uint32_t b1) {
+__device__ __forceinline__ void mma_u8_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                          uint32_t b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // A token as numbers of 16 bits with a scale for each group: x = scale * (256 high + low), two digits of eight bits. The
-// largest of a group has 15 bits after its sign, more than a half has; and codes need only be moved to the upper half of
-// a byte each, a third of what makes them halves. The MMA has eight columns for one token: four for each digit.
+// largest of a group has 15 bits after its sign, more than a half has. The MMA has eight columns for one token: four for
+// each digit. And codes cost a quarter of what makes them halves: an AND and an XOR give four of them plus 8 as bytes, in
+// the bytes' lower halves or, times 16, in the upper ones. What the 8s add up to is known when the digits are made.
 //
-// A group lies as lanes take it: for each chunk of 64 columns and each digit 16 bytes for t = 0 .. 3, which are, of both
-// of the chunk's runs of 32, lane t's columns 0, 4, 1, 5, and then 2, 6, 3, 7, as a word's bytes have their codes: first
-// the lower halves, then the upper ones. Behind those 256 bytes comes the scale, over 16 for the codes' place.
+// A group lies as lanes take it: for each chunk of 64 columns and each digit 16 bytes for t = 0 .. 3, which are lane t's
+// columns 0, 4, 1, 5 of both of the chunk's runs of 32, and then 2, 6, 3, 7 of both, as a word's bytes have their codes:
+// first the lower halves, then the upper ones. Behind those 256 bytes come the scale, over 16 as all products are in
+// sixteenths, and the 8s' sum, negative.
 struct Digits {
     static constexpr int GROUP_BYTES = GROUP_SIZE * 2 + 16;
     static constexpr float LARGEST = 32600.0f;  // so that 128 more than it is below 2^15
 
     // As Halves::store. What is not finite makes the group's scale so.
     static __device__ __forceinline__ void store(uint8_t* token, int column, const float (&x)[8], bool there) {
-        uint32_t top = 0;  // of magnitudes as bits, which compare as they do, and NaN above all
+        constexpr int WHOLE = 0x4b400000;  // 1.5 * 2^23: what is added to it has its whole numbers in the low bits
+        uint32_t top = 0;                  // of magnitudes as bits, which compare as they do, and NaN above all
 #pragma unroll
         for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(x[i]) & 0x7fffffffu);
 #pragma unroll
         for (int offset = 8; offset > 0; offset /= 2) top = max(top, __shfl_xor_sync(0xffffffffu, top, offset));
         const float largest = __uint_as_float(top);
         const float factor = largest < 1e-30f ? 0.0f : __fdividef(LARGEST, largest);
-        uint32_t low[8], high[8];
+        uint32_t low[8], high[8], sum = 0u - 8u * WHOLE;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            low[i] = __float_as_uint(fmaf(x[i], factor, 12582912.0f));  // 1.5 * 2^23: whole numbers in the low bits
-            high[i] = low[i] + 128;                                     // as low is -128 .. 127
+            low[i] = __float_as_uint(fmaf(x[i], factor, __int_as_float(WHOLE)));
+            high[i] = low[i] + 128;  // as low is -128 .. 127
+            sum += low[i];
         }
+#pragma unroll
+        for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
         if (!there) return;
         const int inside = column % GROUP_SIZE;
         uint8_t* const group = token + column / GROUP_SIZE * GROUP_BYTES;
-        uint8_t* const to = group + inside / 64 * 128 + inside / 8 % 4 * 16 + inside / 32 % 2 * 8;
+        uint8_t* const to = group + inside / 64 * 128 + inside / 8 % 4 * 16 + inside / 32 % 2 * 4;
         const auto bytes = [](const uint32_t (&v)[8], int first, uint32_t pick) {
             const uint32_t a = __byte_perm(v[first], v[first + 4], pick);
             return __byte_perm(a, __byte_perm(v[first + 1], v[first + 5], pick), 0x5410);
         };
-        *reinterpret_cast<uint2*>(to) = make_uint2(bytes(high, 0, 0x51), bytes(high, 2, 0x51));
-        *reinterpret_cast<uint2*>(to + 64) = make_uint2(bytes(low, 0, 0x40), bytes(low, 2, 0x40));
-        if (inside == 0) *reinterpret_cast<float*>(group + 2 * GROUP_SIZE) = largest * (1.0f / LARGEST / 16.0f);
+        *reinterpret_cast<uint32_t*>(to) = bytes(high, 0, 0x51);
+        *reinterpret_cast<uint32_t*>(to + 8) = bytes(high, 2, 0x51);
+        *reinterpret_cast<uint32_t*>(to + 64) = bytes(low, 0, 0x40);
+        *reinterpret_cast<uint32_t*>(to + 72) = bytes(low, 2, 0x40);
+        if (inside == 0) {
+            const float scale = largest * (1.0f / LARGEST / 16.0f);
+            *reinterpret_cast<uint2*>(group + 2 * GROUP_SIZE) = make_uint2(__float_as_uint(scale), 0u - 128u * sum);
+        }
     }
 
     // As Halves::times.
     static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
-        constexpr uint32_t UPPER = 0xf0f0f0f0u;
+        constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0xf0f0f0f0u, PLUS_8 = 0x08080808u, PLUS_128 = 0x80808080u;
         const uint4* const x = reinterpret_cast<const uint4*>(group) + lane / 4 % 2 * 4 + lane % 4;
-        const float scale = *reinterpret_cast<const float*>(group + 2 * GROUP_SIZE);
-        int c[2][4] = {};
+        const uint2 of = *reinterpret_cast<const uint2*>(group + 2 * GROUP_SIZE);
+        int ones[4] = {}, sixteens[4] = {};  // columns of the high and of the low digit in turn
 #pragma unroll
         for (int chunk = 0; chunk < 2; ++chunk) {
             const uint4 b = x[8 * chunk], a = w[chunk];
-            mma_s8(c[0], a.x << 4 & UPPER, a.y << 4 & UPPER, a.x & UPPER, a.y & UPPER, b.x, b.y);
-            mma_s8(c[1], a.z << 4 & UPPER, a.w << 4 & UPPER, a.z & UPPER, a.w & UPPER, b.z, b.w);
+            mma_u8_s8(ones, int4_pick(a.x, LOWER, PLUS_8), int4_pick(a.y, LOWER, PLUS_8), int4_pick(a.z, LOWER, PLUS_8),
+                      int4_pick(a.w, LOWER, PLUS_8), b.x, b.y);
+            mma_u8_s8(sixteens, int4_pick(a.x, UPPER, PLUS_128), int4_pick(a.y, UPPER, PLUS_128),
+                      int4_pick(a.z, UPPER, PLUS_128), int4_pick(a.w, UPPER, PLUS_128), b.z, b.w);
         }
-        return make_float2(scale * float(256 * (c[0][0] + c[1][0]) + (c[0][1] + c[1][1])),
-                           scale * float(256 * (c[0][2] + c[1][2]) + (c[0][3] + c[1][3])));
+        const float scale = __uint_as_float(of.x);
+        const int eights = int(of.y);
+        return make_float2(
+            scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights),
+            scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights));
     }
 
     static __device__ __forceinline__ float sum(float x) { return x; }

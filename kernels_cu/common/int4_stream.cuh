@@ -9,9 +9,6 @@
 // Includers define WARPS, STAGE_UNITS (of a copy), STAGES (of a warp's ring), TRIGGER (see below) and TOKEN, what the token
 // is multiplied as: Halves or Digits.
 #pragma once
-#ifndef REFILL
-#define REFILL 0
-#endif
 #include "common/copy.cuh"
 #include "common/int4.cuh"
 #include "common/pdl.cuh"
@@ -25,7 +22,7 @@ constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynam
 // When the successor's prologue may begin.
 constexpr int AT_ONCE = 0;       // beside the predecessor
 constexpr int AFTER_WAIT = 1;
-constexpr int AFTER_COPIES = 2;  // when warp 0 has sent its last copy
+constexpr int AFTER_COPIES = 2;  // when all warps have sent their last copies
 
 struct Run {
     int first, units;
@@ -101,7 +98,7 @@ struct Stream {
             sums += TILE_ROWS;
             low = high = 0.0f;
         };
-        if (TRIGGER == AFTER_COPIES && warp == 0 && run.units <= STAGES * STAGE_UNITS) pdl_trigger();
+        if (TRIGGER == AFTER_COPIES && run.units <= STAGES * STAGE_UNITS) pdl_trigger();
         for (int stage = 0, left = run.units; left > 0; ++stage, left -= STAGE_UNITS) {
             barrier_wait(&full[slot], parity, fault, kernel, layer);
             const uint8_t* const units = ring + slot * STAGE_BYTES;
@@ -115,31 +112,41 @@ struct Stream {
                 scale[u][0] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g];
                 scale[u][1] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g + 8];
             }
-            const auto refill = [&]() {
-                if (left > STAGES * STAGE_UNITS) {
-                    if (REFILL <= 1) reads_before_copies();
-                    __syncwarp();  // every lane has its part before the place is given back
-                    if (lane == 0) copy(stage + STAGES, slot);
-                    if (TRIGGER == AFTER_COPIES && warp == 0 && left <= (STAGES + 1) * STAGE_UNITS) pdl_trigger();
-                }
-                if (++slot == STAGES) slot = 0, parity ^= 1;
-            };
-            if (REFILL == 0 || REFILL == 3) refill();
+            if (left > STAGES * STAGE_UNITS) {
+                reads_before_copies();
+                __syncwarp();  // every lane has its part before the place is given back
+                if (lane == 0) copy(stage + STAGES, slot);
+                if (TRIGGER == AFTER_COPIES && left <= (STAGES + 1) * STAGE_UNITS) pdl_trigger();
+            }
+            if (++slot == STAGES) slot = 0, parity ^= 1;
             float2 c[STAGE_UNITS];
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
-                const int of = group + u < GROUPS ? group + u : (group + u - GROUPS) % GROUPS;
+                int of = group + u < GROUPS ? group + u : group + u - GROUPS;
+                if (STAGE_UNITS > GROUPS) of %= GROUPS;
                 c[u] = Token::times(w[u], token + of * Token::GROUP_BYTES, lane);
             }
-            if (REFILL == 1 || REFILL == 2) refill();
-#pragma unroll
-            for (int u = 0; u < STAGE_UNITS; ++u) {
-                if (u >= left) break;
+            const auto add = [&](int u) {
                 low += f16_to_float(scale[u][0]) * c[u].x;
                 high += f16_to_float(scale[u][1]) * c[u].y;
-                if (++group == GROUPS) {
+            };
+            if (left >= STAGE_UNITS && group + STAGE_UNITS <= GROUPS) {  // all there, and of one tile
+#pragma unroll
+                for (int u = 0; u < STAGE_UNITS; ++u) add(u);
+                group += STAGE_UNITS;
+                if (group == GROUPS) {
                     group = 0;
                     flush();
+                }
+            } else {
+#pragma unroll
+                for (int u = 0; u < STAGE_UNITS; ++u) {
+                    if (u >= left) break;
+                    add(u);
+                    if (++group == GROUPS) {
+                        group = 0;
+                        flush();
+                    }
                 }
             }
         }
