@@ -24,6 +24,7 @@ from cuq1.serve.service import EngineService
 from cuq1.serve.settings import Settings
 from cuq1.serve.worker import State
 
+MAX_CONNECTIONS = 1000
 FORCE_SECONDS = 5.0  # from the end of the drain to the end of connections that still stand
 
 
@@ -77,6 +78,10 @@ def serve(
         access_log=False,
         server_header=False,
         lifespan="off",
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(options.drain + FORCE_SECONDS),
     )

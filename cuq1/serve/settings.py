@@ -13,7 +13,7 @@ class Settings:
     api_key: str | None = None
     max_body: int = 32 << 20  # bytes
     body_seconds: float = 120.0  # for a whole body to arrive
-    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
 
 
 MAX_MESSAGES = 10_000
