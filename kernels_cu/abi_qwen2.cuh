@@ -17,6 +17,10 @@
 
 constexpr int PAGE = 16;  // positions of a page of the KV cache
 
+// Where a page's row has its piece of 16 bytes number `piece`: pages come into shared memory by bulk copies as they are,
+// and ldmatrix is to find eight rows' pieces in different banks.
+__device__ __forceinline__ int page_piece(int row, int piece) { return piece ^ (row & 7); }
+
 // Free pages of the KV cache, in device memory.
 struct Pages {
     int free;                // free_pages[0 .. free - 1] are free; the last one is taken next
@@ -66,7 +70,7 @@ struct Qwen2AttentionArgs {
     const int* positions;    // [1]
     const double* inverse_frequencies;  // [HEAD_SIZE / 2]: theta ** (-2i / HEAD_SIZE)
     const int* page_table;
-    f16* k_pages;            // [pages][KV_HEADS][PAGE][HEAD_SIZE] of the layer
+    f16* k_pages;            // [pages][KV_HEADS][PAGE][HEAD_SIZE] of the layer, a row's pieces at page_piece
     f16* v_pages;
     f16* attended;           // [PADDED(Q_HEADS HEAD_SIZE)], zeros beyond; written by the short form
     float* partial_out;      // [KV_HEADS][splits][GROUP][HEAD_SIZE]: the long form's, sum of 2^(s - max) v

@@ -10,10 +10,12 @@
 // READS    KV_HEADS * HEAD_SIZE * 4 bytes a position; pieces and biases in each block (from L2).
 // WRITES   K and V of the position; short form: attended; long form: partials, as abi_qwen2.cuh has them.
 //
-// Why so: pages are shared out evenly among a head's blocks, from the newest down, and come by bulk copies, a row each: rows are
-// PITCH apart in shared memory, so that ldmatrix meets no bank twice. The first STAGES pages of a block are on their way before
-// the predecessor ends. Only rows of older positions are copied of the tail page, which the last block has first of all;
-// the token's own key and value are put behind them, and zeros behind those, so nothing is read that no one has written.
+// Why so: pages are shared out evenly among a head's blocks, from the newest down, and come by bulk copies, one of keys and one
+// of values, whose rows are swizzled for ldmatrix (page_piece; a copy for each row took the copying warp 58 cycles). The
+// first STAGES pages of a block are on their way before the predecessor ends. Only rows of older positions are copied of the
+// tail page, which the last block has first of all; the token's own key and value are put behind them, and zeros behind
+// those, so nothing is read that no one has written. A stage's pages are all of one warp, so that it cannot mistake the
+// mbarrier's phase: pages come in any order, and a warp may be several ahead of another.
 // A page is the M of m16n8k16: 16 keys by HEAD_SIZE dimensions times 8 queries for the scores, then HEAD_SIZE dimensions by 16
 // keys times 8 queries' probabilities. A query is two halves, high part and low, so that scores are those of FP32 queries;
 // probabilities are halves. A warp has a page to itself, with a maximum of its own: warps meet once, at the end. Then
@@ -30,8 +32,7 @@
 constexpr int CONSUMERS = WARPS * WARP;  // threads; a warp more copies
 constexpr int THREADS = CONSUMERS + WARP;
 constexpr int ROW_BYTES = HEAD_SIZE * 2;
-constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16
-constexpr int PAGE_BYTES = PAGE * PITCH;
+constexpr int PAGE_BYTES = PAGE * ROW_BYTES;
 constexpr int STEPS = HEAD_SIZE / 16;       // of the product with keys; m-tiles of the product with values
 constexpr int QUERIES = 8;                  // N of the MMA
 constexpr int ITEMS = STEPS * WARP;         // of sums: four a thread and m-tile
@@ -49,7 +50,7 @@ using QkvPieces = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
 static_assert(HEAD_SIZE == 64 || HEAD_SIZE == 128, "lanes' shares are laid out for these");
 static_assert(PAGE == 16, "a page is an m-tile of keys, and a k-step of values");
 static_assert(GROUP >= 1 && GROUP <= QUERIES && KV_HEADS * GROUP == Q_HEADS, "a KV head's queries are N");
-static_assert(STAGES >= WARPS, "a warp's sums lie in its last page's stage");
+static_assert(STAGES % WARPS == 0, "a stage is of one warp, whose sums lie in its last page's in the end");
 static_assert(PAGE_BYTES >= ITEMS * 16, "which has room for them");
 static_assert(ITEMS % CLUSTER == 0 && PART_ITEMS % 8 == 0, "a block finishes whole dimensions");
 static_assert(CLUSTER * STATISTICS <= CONSUMERS, "a thread sends one");
@@ -57,10 +58,13 @@ static_assert(CLUSTER * STATISTICS <= CONSUMERS, "a thread sends one");
 struct Stage {
     uint8_t k[PAGE_BYTES];
     uint8_t v[PAGE_BYTES];
+};
+struct Barriers {
     uint64_t k_full, v_full, empty, reserved;
 };
 struct Shared {
-    Stage stages[STAGES];
+    Stage stages[STAGES];  // at a multiple of ROW_BYTES
+    Barriers barriers[STAGES];
     // A lane's operands of a step: two words, each its high and its low part. A step more lies 16 bytes further on, so that
     // a warp's stores of two queries meet a bank twice at most.
     uint4 q[STEPS][WARP + 1];
@@ -91,7 +95,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
     return y;
 }
 
-// Of a warp that copies: pages `from` to `to` of the share, 16 rows of keys by lanes 0 .. 15, of values by the others.
+// A warp that copies pages of the share.
 struct Producer {
     const Qwen2AttentionArgs& a;
     Shared& shared;
@@ -100,23 +104,22 @@ struct Producer {
     int known_from;
 
     __device__ __forceinline__ void load(int i) {
-        const int lane = threadIdx.x % WARP, row = lane % PAGE;
-        Stage& stage = shared.stages[i % STAGES];
         if (i >= known_from + WARP) {
             known_from += WARP;
-            known = entry(known_from + lane);
+            known = entry(known_from + int(threadIdx.x % WARP));
         }
         // A page that embedding found none for: its report ends the request; nothing outside the pages may be touched.
         const int page = max_int(0, __shfl_sync(0xffffffffu, known, i - known_from));
-        const int rows = i == 0 ? share.own : PAGE;
-        const bool value = lane >= PAGE;
-        uint64_t* const full = value ? &stage.v_full : &stage.k_full;
-        if (row == 0) barrier_expect(full, rows * ROW_BYTES);
-        __syncwarp();  // what is to come is known before it comes
-        if (row < rows) {
-            const f16* const pages = value ? a.v_pages : a.k_pages;
-            const f16* const from = pages + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE) + row * HEAD_SIZE;
-            bulk_load((value ? stage.v : stage.k) + row * PITCH, from, ROW_BYTES, full);
+        if (threadIdx.x % WARP > 0) return;
+        const int bytes = (i == 0 ? share.own : PAGE) * ROW_BYTES;
+        const int64_t from = (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE);
+        Stage& stage = shared.stages[i % STAGES];
+        Barriers& barriers = shared.barriers[i % STAGES];
+        barrier_expect(&barriers.k_full, bytes);
+        barrier_expect(&barriers.v_full, bytes);
+        if (bytes > 0) {
+            bulk_load(stage.k, a.k_pages + from, bytes, &barriers.k_full);
+            bulk_load(stage.v, a.v_pages + from, bytes, &barriers.v_full);
         }
     }
     __device__ __forceinline__ int entry(int i) const {
@@ -212,11 +215,12 @@ __device__ __forceinline__ void store_query(Shared& shared, int query, int dim, 
     }
 }
 
-// Four dimensions of this token's key or value: into the tail page's stage, and into the cache.
+// Four dimensions of this token's key or value: into the tail page's stage, and into its page of the cache.
 __device__ __forceinline__ void store_row(uint8_t* stage, f16* cached, int own, int dim, float4 x) {
     const uint2 halves = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
-    *reinterpret_cast<uint2*>(stage + own * PITCH + dim * 2) = halves;
-    if (cached != nullptr) *reinterpret_cast<uint2*>(cached + dim) = halves;
+    const int at = own * HEAD_SIZE + page_piece(own, dim / 8) * 8 + dim % 8;
+    *reinterpret_cast<uint2*>(stage + at * 2) = halves;
+    if (cached != nullptr) *reinterpret_cast<uint2*>(cached + at) = halves;
 }
 
 // What a warp, then a block, knows of the pages that it has seen: of queries 2t and 2t + 1.
@@ -229,30 +233,31 @@ struct Softmax {
 __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shared, const Share& share, Softmax& softmax) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4;
     // Of ldmatrix's four matrices, lanes 8 o onwards point at rows of matrix o: keys from 8 (o % 2), the piece o / 2.
-    const uint32_t line = lane % 16 * PITCH + lane / 16 * 16;
+    const uint32_t line = shared_address(shared.stages) + lane % 16 * ROW_BYTES + page_piece(lane % 16, lane / 16) * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) softmax.top[i] = none(), softmax.sum[i] = 0.0f;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) softmax.out[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-    Stage* stage = &shared.stages[warp];
+    int slot = warp;
     uint32_t parity = 0;
     for (int i = warp; i < share.count; i += WARPS) {
-        const uint32_t page = shared_address(stage) + line;
-        // Scores of keys g and g + 8, of queries 2t and 2t + 1. Four chains, as one would wait for each MMA.
-        float chain[4][4] = {};
-        barrier_wait(&stage->k_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
+        const uint32_t page = line + slot * sizeof(Stage);
+        Barriers& barriers = shared.barriers[slot];
+        // Scores of keys g and g + 8, of queries 2t and 2t + 1. Two chains, as one would wait for each MMA.
+        float chain[2][4] = {};
+        barrier_wait(&barriers.k_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
 #pragma unroll
         for (int c = 0; c < STEPS; ++c) {
             uint32_t k[4];
-            ldmatrix(k, page + c * 32);
+            ldmatrix(k, page ^ (c << 5));
             const uint4 q = shared.q[c][lane];
-            mma_f16(chain[c % 2], k[0], k[1], k[2], k[3], q.x, q.z);
-            mma_f16(chain[2 + c % 2], k[0], k[1], k[2], k[3], q.y, q.w);
+            mma_f16(chain[0], k[0], k[1], k[2], k[3], q.x, q.z);
+            mma_f16(chain[1], k[0], k[1], k[2], k[3], q.y, q.w);
         }
         float s[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = (chain[0][e] + chain[1][e]) + (chain[2][e] + chain[3][e]);
+        for (int e = 0; e < 4; ++e) s[e] = chain[0][e] + chain[1][e];
         if (i == 0 && share.own < PAGE) {  // the tail page's rows beyond this token
             if (g > share.own) s[0] = s[1] = none();
             if (g + 8 > share.own) s[2] = s[3] = none();
@@ -271,20 +276,20 @@ __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shar
             softmax.sum[n] = fmaf(softmax.sum[n], factor[n], p[n] + p[n + 2]);
         }
         const uint32_t p_low = transposed(pack_f16(p[0], p[1])), p_high = transposed(pack_f16(p[2], p[3]));
-        barrier_wait(&stage->v_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
+        barrier_wait(&barriers.v_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) {
             uint32_t v[4];
-            ldmatrix_transposed(v, page + PAGE_BYTES + j * 32);  // dimensions are rows, the second eight keys columns
+            ldmatrix_transposed(v, (page ^ (j << 5)) + PAGE_BYTES);  // dimensions are rows, the second eight keys columns
             float4& o = softmax.out[j];
             float sums[4] = {o.x * factor[0], o.y * factor[1], o.z * factor[0], o.w * factor[1]};
             mma_f16(sums, v[0], v[2], v[1], v[3], p_low, p_high);
             o = make_float4(sums[0], sums[1], sums[2], sums[3]);
         }
         reads_before_copies();
-        barrier_arrive(&stage->empty);  // every lane: the page may be overwritten
-        stage += WARPS;
-        if (stage >= shared.stages + STAGES) stage -= STAGES, parity ^= 1;
+        barrier_arrive(&barriers.empty);  // every lane: the page may be overwritten
+        slot += WARPS;
+        if (slot >= STAGES) slot -= STAGES, parity ^= 1;
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -357,10 +362,10 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
     const int lane = threadIdx.x % WARP;
     const bool copies = threadIdx.x >= CONSUMERS;
     if (threadIdx.x == CONSUMERS) {
-        for (Stage& stage : shared.stages) {
-            barrier_init(&stage.k_full, 1);
-            barrier_init(&stage.v_full, 1);
-            barrier_init(&stage.empty, WARP);
+        for (Barriers& barriers : shared.barriers) {
+            barrier_init(&barriers.k_full, 1);
+            barrier_init(&barriers.v_full, 1);
+            barrier_init(&barriers.empty, WARP);
         }
         if constexpr (SHORT) {
             barrier_init(&shared.received, 1);
@@ -394,11 +399,8 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
         if (i % WARP / 4 >= GROUP) shared.q[i / WARP][i % WARP] = make_uint4(0u, 0u, 0u, 0u);
     }
     if (tail) {  // values of no token: their probability is 0, and times that they must be 0
-        for (int i = threadIdx.x; i < PAGE * (ROW_BYTES / 16); i += THREADS) {
-            const int row = i / (ROW_BYTES / 16);
-            if (row > share.own)
-                *reinterpret_cast<uint4*>(shared.stages[0].v + row * PITCH + i % (ROW_BYTES / 16) * 16) = make_uint4(0u, 0u, 0u, 0u);
-        }
+        for (int at = (share.own + 1) * ROW_BYTES + int(threadIdx.x) * 16; at < PAGE_BYTES; at += THREADS * 16)
+            *reinterpret_cast<uint4*>(shared.stages[0].v + at) = make_uint4(0u, 0u, 0u, 0u);
     }
     if constexpr (SHORT) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks can receive
     pdl_wait();
@@ -417,8 +419,7 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
             store_query(shared, in[r].head, dim + HEAD_SIZE / 2, in[r].x[1]);
         } else if (in[r].head < GROUP + 2) {
             const bool value = in[r].head > GROUP;
-            f16* const cached = (value ? a.v_pages : a.k_pages) + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE) +
-                                share.own * HEAD_SIZE;
+            f16* const cached = (value ? a.v_pages : a.k_pages) + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE);
             uint8_t* const stage = value ? shared.stages[0].v : shared.stages[0].k;
             store_row(stage, page < 0 ? nullptr : cached, share.own, dim, in[r].x[0]);
             store_row(stage, page < 0 ? nullptr : cached, share.own, dim + HEAD_SIZE / 2, in[r].x[1]);
@@ -428,7 +429,7 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
     if (copies) {
         for (int i = min_int(EARLY, share.count); i < share.count; ++i) {
             // Not before the stage's page has been read.
-            if (i >= STAGES) barrier_wait(&shared.stages[i % STAGES].empty, (i / STAGES - 1) & 1, a.fault, KERNEL_ATTENTION, a.layer);
+            if (i >= STAGES) barrier_wait(&shared.barriers[i % STAGES].empty, (i / STAGES - 1) & 1, a.fault, KERNEL_ATTENTION, a.layer);
             producer.load(i);
         }
         return false;
@@ -438,7 +439,7 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention_short(const __grid_constant__ Qwen2AttentionArgs a) {
-    extern __shared__ __align__(128) uint8_t raw[];
+    extern __shared__ __align__(256) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Share share;
     Softmax softmax;
@@ -485,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attentio
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention(const __grid_constant__ Qwen2AttentionArgs a) {
-    extern __shared__ __align__(128) uint8_t raw[];
+    extern __shared__ __align__(256) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Share share;
     Softmax softmax;

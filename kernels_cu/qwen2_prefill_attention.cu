@@ -89,7 +89,8 @@ struct Copies {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int row = i * STEP + int(threadIdx.x) / PIECES;
-            const int64_t from = (int64_t(pages[i * STEP / PAGE]) * KV_HEADS * PAGE + row % PAGE) * HEAD_SIZE + piece * 8;
+            const int64_t from = (int64_t(pages[i * STEP / PAGE]) * KV_HEADS * PAGE + row % PAGE) * HEAD_SIZE +
+                                 page_piece(row, piece) * 8;
             const uint32_t bytes = tile * KEYS + row <= high ? 16 : 0;
             char* to = stage + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
             copy_async_16_or_zero(to, k + from, bytes);

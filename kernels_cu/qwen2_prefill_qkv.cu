@@ -79,7 +79,8 @@ struct StoreHeads {
                 if (page < 0) continue;
                 const int kv_head = (head - Q_HEADS) % KV_HEADS;
                 out = (head < Q_HEADS + KV_HEADS ? a.k_pages : a.v_pages) +
-                      ((int64_t(page) * KV_HEADS + kv_head) * PAGE + position % PAGE) * HEAD_SIZE + dim;
+                      ((int64_t(page) * KV_HEADS + kv_head) * PAGE + position % PAGE) * HEAD_SIZE +
+                      page_piece(position, dim / 8) * 8;
             }
             *reinterpret_cast<uint4*>(out) = value;
         }

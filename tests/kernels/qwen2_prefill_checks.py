@@ -10,6 +10,7 @@ from cuq1.cuda.kernels import qwen2_prefill as prefill
 from cuq1.cuda.repack import int4_units
 from cuq1.plan.qwen2_dims import PAGE, padded
 from tests.kernels.twins import qwen2_prefill as twin
+from tests.kernels.twins.qwen2 import swizzled
 
 THETA = 1e6
 EXTRA = 3  # rows beyond the chunk: NaN going in, untouched coming out
@@ -78,11 +79,11 @@ class Cache:
         out = np.full(self.shape, np.nan, np.float16)
         for position, value in enumerate(values):
             out[self.table[position // PAGE], :, position % PAGE] = value
-        return out
+        return swizzled(out)
 
     def read(self, pages, positions):
         """[positions, kv_heads, size], and checks that the rest is untouched."""
-        pages = pages.copy()
+        pages = swizzled(pages)
         at = self.table[positions // PAGE], slice(None), positions % PAGE
         found = pages[at]
         pages[at] = np.nan

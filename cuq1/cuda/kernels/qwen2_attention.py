@@ -8,7 +8,7 @@ from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, pieces
 MAX_GROUP = 8  # query heads of a KV head: N of the MMA
 CLUSTER = 8  # blocks of the short form that share a KV head
 _WARPS = 3  # that compute; one more copies
-_STAGES = 5  # pages in a block
+_STAGES = 6  # pages in a block: as many for each of those warps
 _EARLY = 3  # of them, those that the long form copies before its predecessor ends
 _REGISTERS = 96
 
@@ -29,8 +29,8 @@ def short_positions(dims: Qwen2Dims) -> int:
 def attention_short(dims: Qwen2Dims) -> Kernel:
     """attended float16 [padded q_width], zeros beyond q_width, in one launch; appends K and V to their page.
 
-    pieces: float32 [pieces, qkv_rows]; k_pages and v_pages: float16 [pages, kv_heads, PAGE, head_size]. Right for any
-    position; args.splits, partial_* are not used. Twin: tests' `qwen2.attention`. ValueError for more query heads of a
+    pieces: float32 [pieces, qkv_rows]; k_pages and v_pages: float16 [pages, kv_heads, PAGE, head_size], rows
+    swizzled. Right for any position; args.splits, partial_* are not used. Twin: tests' `qwen2.attention`. ValueError for more query heads of a
     KV head than MAX_GROUP.
     """
     return _attention(dims, "qwen2_attention_short", CLUSTER, CLUSTER)
@@ -65,7 +65,7 @@ def _attention(dims: Qwen2Dims, entry: str, blocks: int, cluster: int) -> Kernel
 
 def _smem(dims: Qwen2Dims) -> int:
     """Stages of a page's keys and values with their mbarriers, queries, and what warps and blocks exchange."""
-    stage = 2 * PAGE * (dims.head_size * 2 + 16) + 32
+    stage = 2 * PAGE * dims.head_size * 2 + 32
     exchanged = dims.head_size * 2 * 16 + CLUSTER * 64 + _WARPS * 64 + 16
     return _STAGES * stage + dims.head_size // 16 * 528 + exchanged
 

@@ -3,6 +3,13 @@
 import numpy as np
 
 
+def swizzled(pages):
+    """Pages [.., PAGE, dim] as they lie in the cache: piece c, of 8 numbers, of row r lies at c ^ (r % 8). And back."""
+    pieces = pages.reshape(*pages.shape[:-1], -1, 8)
+    at = np.arange(pieces.shape[-2]) ^ (np.arange(pages.shape[-2])[:, None] % 8)
+    return np.take_along_axis(pieces, np.broadcast_to(at[..., None], pieces.shape), axis=-2).reshape(pages.shape)
+
+
 def embed(table, token):
     """float64 [hidden]: the table's row as it is."""
     return table[token].astype(np.float64)
