@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from typing import Any, cast
 
 import numpy as np
 
 from cuq1.cli import guarded
-from cuq1.engine import Activations, Device, Engine, Loop, open_engine
+from cuq1.engine import Activations, Device, Engine, Loop, open_engine, usable_gpu
 from cuq1.errors import Cuq1Error, RequestError
 from cuq1.parallel.rendezvous import RANK, WORLD
 from cuq1.sampling import Allowed, DecodeStream
@@ -114,6 +115,8 @@ def _open(options: EngineOptions, connection: Connection | None) -> Engine:
 
 def _run(text: str) -> int:
     options = EngineOptions(**json.loads(text))
+    if options.device == "auto" and options.tp == 1:
+        options = replace(options, device="cuda" if usable_gpu() else "cpu")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.device == "cuda" and options.tp > 1 and not os.environ.get(WORLD):

@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
 
 from cuq1.description import Description
-from cuq1.engine import Device, check_qwen2, has_gpus, usable_gpu
-from cuq1.errors import RequestError
+from cuq1.engine import Device, check_qwen2, has_gpus
 from cuq1.serve.app import create_app
 from cuq1.serve.log import log, to_stderr
 from cuq1.serve.remote import EngineOptions, RemoteEngine
@@ -40,7 +39,7 @@ def serve(
     """Load the model, answer until a signal comes; returns the exit status."""
     to_stderr()
     device = pick_device(options, model)
-    log.info("loading %s on %s", name, device)
+    log.info("loading %s", name)
     engine_options = EngineOptions(
         model=str(model_path),
         device=device,
@@ -48,7 +47,15 @@ def serve(
         activations=options.activations,
         context=options.context,
     )
-    open_one = partial(RemoteEngine, engine_options, Progress())
+    progress = Progress()
+
+    def open_one() -> RemoteEngine:
+        """The engine, and where it fails the same one again: not another device's."""
+        nonlocal engine_options
+        engine = RemoteEngine(engine_options, progress)
+        engine_options = replace(engine_options, device=engine.device)
+        return engine
+
     service = EngineService(
         open_one,
         model.text,
@@ -68,7 +75,7 @@ def serve(
     log.info(
         "model %s, device %s, memory %.2f GiB, context %d",
         name,
-        device if options.tp == 1 else f"{options.tp} x {device}",
+        engine.device if options.tp == 1 else f"{options.tp} x {engine.device}",
         engine.memory / 2**30,
         service.context,
     )
@@ -95,18 +102,15 @@ def serve(
 
 
 def pick_device(options: argparse.Namespace, model: Description) -> Device:
-    """cpu or cuda; raises what a device or a number of ranks cannot do, before anything is loaded."""
+    """What the engine is asked for; raises what a number of ranks cannot do, before anything is loaded."""
     if model.is_qwen2:
         check_qwen2(options.tp, options.activations)
     else:
         model.check_ranks(options.tp)
     given: Device = options.device
-    if given != "auto":
-        return given
-    found = usable_gpu() if options.tp == 1 else has_gpus(options.tp)
-    if not found and options.activations != "f16":
-        raise RequestError("activations fp8 are computed on the GPU alone: use --device cuda")
-    return "cuda" if found else "cpu"
+    if given != "auto" or options.tp == 1:
+        return given  # one device is for the engine's process to pick: to look for it is to open it
+    return "cuda" if has_gpus(options.tp) else "cpu"
 
 
 class Progress:
