@@ -280,7 +280,6 @@ __device__ __forceinline__ bool attend_block(const Qwen2PrefillAttentionArgs& a,
             sums[warp * 16 + g] = sum0, sums[warp * 16 + g + 8] = sum1;
         }
         __syncthreads();  // all parts are there
-#pragma unroll
         for (int i = int(threadIdx.x); i < 16 * PIECES; i += THREADS) {
             const int row = i / PIECES, piece = i % PIECES;
             if (first + row >= a.rows) continue;

@@ -1,12 +1,13 @@
 // The matrix product of prompt processing with INT4 weights: sum[weight row][token], units of abi_qwen2.cuh times
 // activations in tiles (common/activations.cuh).
 //
-//   PRECOND  constants OUT_ROWS, K (whole groups), STAGES; block 384, SMEM bytes of dynamic shared memory and no static ones (wgmma's swizzle wants 1024-byte alignment);
-//            any grid: blocks take output tiles in turn. Weights may be read before pdl_wait(), activations after it.
+//   PRECOND  constants OUT_ROWS, K (whole groups), STAGES; block 384, SMEM bytes of dynamic shared memory and no static
+//            ones (wgmma's swizzle wants 1024-byte alignment); any grid: blocks take output tiles in turn. Weights may be
+//            read before pdl_wait(), activations after it.
 //
 // An output tile is 128 weight rows (8 tiles of 16) x WIDTH tokens, 32 to 128 of them. Warp 8 copies: a stage of activations
 // is one group of K, two bulk copies; one of weights is four groups, a copy for each tile. (A copy costs about 60 ns of a
-// multiprocessor's copy engine, however small: a unit at a time, copies alone took as long as the products.) Two groups of
+// multiprocessor's copy engine, however small: tools/decisions/019-prompt-products.md.) Two groups of
 // four warps multiply, 64 weight rows each: codes become halves in registers, A of wgmma, exactly; B is the stage. A group's
 // products are summed in FP32 for themselves (`part`) and added with their scale, so nothing is rounded that decoding does
 // not round.
@@ -216,9 +217,9 @@ struct Int4Gemm {
         wgmma_commit();
         const float scale0 = load_scale(at, first_row()), scale1 = load_scale(at, second_row());
         if (++at.group % A_GROUPS == 0 || at.group == GROUPS) {
+            // Every lane for its own words and scales: once in four groups that costs nothing.
             reads_before_copies();
-            __syncwarp();  // all lanes have read their words and scales
-            if (threadIdx.x % WARP == 0) barrier_arrive(a_empty(at.a_stage));
+            barrier_arrive(a_empty(at.a_stage));
             if (++at.a_stage == A_STAGES) at.a_stage = 0, at.a_phase ^= 1;
             if (at.group < GROUPS) barrier_wait(a_full(at.a_stage), at.a_phase, fault, KERNEL_PREFILL, layer);
         }
@@ -230,6 +231,7 @@ struct Int4Gemm {
         pin(a);
         pin(c);
         wgmma_pin(part);
+        // The warp's products have ended, and nothing else of it reads activations.
         if (threadIdx.x % WARP == 0) barrier_arrive(empty(at.stage));
         if (++at.stage == STAGES) at.stage = 0, at.phase ^= 1;
 #pragma unroll
@@ -287,7 +289,7 @@ struct Int4Gemm {
 #pragma unroll
             for (int s = 0; s < A_STAGES; ++s) {
                 barrier_init(a_full(s), 1);
-                barrier_init(a_empty(s), CONSUMERS / WARP);
+                barrier_init(a_empty(s), CONSUMERS);
             }
             barrier_init_fence();
         }
