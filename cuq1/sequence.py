@@ -15,6 +15,7 @@ from cuq1.sampling.mask import Mask, MaskPath
 from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
 from cuq1.sampling.rng import fresh_seed
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
+from cuq1.snapshots import TAIL, Saver, Snapshot, SnapshotStore, common
 
 PREFILL_CHUNK = 256
 
@@ -50,6 +51,7 @@ class SequenceEngine(ABC):
         self._tokens: list[int] = []
         self._done = 0
         self._masks = MaskPath()  # of the current request
+        self._snapshots: SnapshotStore | None = None
 
     @abstractmethod
     def _reset(self) -> None:
@@ -87,6 +89,10 @@ class SequenceEngine(ABC):
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1]."""
 
+    def _saver(self) -> Saver | None:
+        """Copies what the caches hold; None where an engine keeps no snapshots. A reset may make another."""
+        return None
+
     @property
     @abstractmethod
     def max_drafts(self) -> int:
@@ -101,6 +107,8 @@ class SequenceEngine(ABC):
         """
         if not self._whole:
             tokens = self._tokens
+            if self._snapshots is not None:
+                self._snapshots.lost()
             self._reset()
             self._tokens = tokens
         self._whole = False
@@ -146,15 +154,74 @@ class SequenceEngine(ABC):
             raise RequestError(f"the prefill chunk must be an integer of at least 1 row, not {chunk!r}")
         self._request += 1
         with self._change():
-            kept = self._common(ids)
-            restart = self._restart(kept)
-            if restart is None:
-                kept = restart = 0
-            self._shorten(kept, restart)
-            kept = min(kept, self._done)
+            kept = self._keep(ids)
             self._tokens = ids
             self._catch_up(chunk)
         return kept
+
+    def _keep(self, ids: list[int]) -> int:
+        """Keep or bring back what there is of the sequence `ids`; returns how many of its tokens that is."""
+        kept = self._common(ids)
+        restart = self._restart(kept)
+        store = self._snapshots
+        if store is not None:
+            found = store.best(ids, kept if restart is not None else 0)
+            if found is not None:
+                self._bring_back(store, found)
+                kept = self._common(ids)
+                restart = self._restart(kept)
+            store.reached(ids, kept if restart is not None else 0)
+        if restart is None:
+            kept = restart = 0
+        self._shorten(kept, restart)
+        return min(kept, self._done)
+
+    def _bring_back(self, store: SnapshotStore, snapshot: Snapshot) -> None:
+        if len(self._tokens) - store.remembered(self._tokens) > 2 * TAIL:
+            self._remember("", turn=False)  # the answer that another conversation was given since
+        if snapshot not in store:
+            return  # the room for that was its own
+        store.restore(snapshot)
+        self._tokens = snapshot.tokens.tolist()
+        store.saver.load(snapshot.state, snapshot.marks)
+
+    def keep_snapshots(self, first: int, second: int = 0) -> None:
+        """From now on keep snapshots in `first` bytes and, for a GPU, `second` of the host's; bounds of 0 end it.
+
+        `prefill` then comes back to whatever was remembered of a prompt's beginning. What was remembered before is
+        dropped.
+        """
+        self._check_open()
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        saver = self._saver() if first + second > 0 else None
+        self._snapshots = None if saver is None else SnapshotStore(saver, first, second)
+
+    def remember(self, hint: str = "", *, turn: bool = True) -> None:
+        """Keep what the sequence's continuation needs, so that a later `prefill` can come back to here.
+
+        To be called after `prefill`, at a prompt's end or, with `turn` False, at a boundary within it. hint: which
+        conversation it is, where that is known. Nothing happens without `keep_snapshots`, or where memory is too small.
+        """
+        self._check_open()
+        if self._snapshots is not None:
+            with self._change():
+                self._remember(hint, turn=turn)
+
+    def _remember(self, hint: str, *, turn: bool) -> None:
+        store = self._snapshots
+        assert store is not None
+        tokens = self._tokens[: self._done]
+        if not tokens or store.find(tokens, hint, turn=turn) is not None or not store.room(store.saver.state_bytes):
+            return
+        saved = store.saver.save()
+        if saved is not None:
+            store.add(tokens, *saved, hint=hint, turn=turn)
+
+    @property
+    def snapshot_bytes(self) -> tuple[int, int]:
+        """What snapshots take of their two bounds."""
+        return (0, 0) if self._snapshots is None else self._snapshots.nbytes
 
     def held(self, ids: Sequence[int]) -> int:
         """How many of the first tokens of `ids` a prefill that begins with them would keep, but for a few at the end.
@@ -164,16 +231,12 @@ class SequenceEngine(ABC):
         """
         self._check_open()
         kept = self._common(ids)
-        if not self._whole or self._restart(kept) is None:
-            return 0
-        return min(kept, self._done)
+        kept = 0 if not self._whole or self._restart(kept) is None else min(kept, self._done)
+        return kept if self._snapshots is None or not self._whole else self._snapshots.reach(ids, kept)
 
     def _common(self, ids: Sequence[int]) -> int:
         """How many tokens `ids` and the sequence begin with alike."""
-        for count, (ours, theirs) in enumerate(zip(self._tokens, ids, strict=False)):
-            if ours != theirs:
-                return count
-        return min(len(self._tokens), len(ids))
+        return common(np.asarray(self._tokens, np.int32), np.asarray(ids, np.int32))
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the sequence and forget the rest.
@@ -205,6 +268,8 @@ class SequenceEngine(ABC):
         """Keep `length` tokens, and what the caches hold of positions before `restart`."""
         if length == len(self._tokens):
             return
+        if self._snapshots is not None:
+            self._snapshots.leave(length)
         if length == 0:
             self._reset()
             return

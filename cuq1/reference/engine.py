@@ -1,12 +1,13 @@
 """The NumPy engine: the CPU's engine, and what every kernel is checked against."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from cuq1.checkpoint import Checkpoint
 from cuq1.config import Q1Config, load_sampling_defaults
+from cuq1.reference.cache import Cache
 from cuq1.reference.cpu import CpuEngine
 from cuq1.reference.mtp import DraftForward
 from cuq1.reference.ops import F32
@@ -50,6 +51,9 @@ class ReferenceEngine(CpuEngine):
         self._rule = depth_rule or default_rule()
         self._reset()
 
+    saved_counts = ("_done", "_settled")
+    saved_arrays = ("_hidden",)
+
     def _reset(self) -> None:
         """An empty sequence. Raises DeviceError where memory does not hold the caches."""
         super()._reset()
@@ -65,6 +69,13 @@ class ReferenceEngine(CpuEngine):
 
     def _forward(self, room: int) -> TargetForward:
         return TargetForward(self._target_weights, self.config, room)
+
+    def caches(self) -> Iterator[Cache]:
+        """Every layer's and rank's, the draft's among them."""
+        for layer in self._target.layers:
+            yield from layer.caches
+        if self._draft is not None:
+            yield from self._draft.layer.caches
 
     @property
     def max_drafts(self) -> int:

@@ -1,11 +1,12 @@
 """The NumPy engine of Qwen2 models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from cuq1.checkpoint.qwen2 import Qwen2Model
 from cuq1.config_qwen2 import Qwen2Config
+from cuq1.reference.cache import Cache
 from cuq1.reference.cpu import CpuEngine
 from cuq1.reference.qwen2 import Qwen2Forward
 from cuq1.reference.qwen2_weights import load_qwen2
@@ -43,6 +44,10 @@ class Qwen2Engine(CpuEngine):
 
     def _forward(self, room: int) -> Qwen2Forward:
         return Qwen2Forward(self._weights, self.config, room)
+
+    def caches(self) -> Iterator[Cache]:
+        """Every layer's."""
+        return (layer.cache for layer in self._model.layers)
 
     @property
     def max_drafts(self) -> int:
