@@ -170,6 +170,15 @@ class RemoteEngine:
         Thread(target=watch, daemon=True).start()
         return listener.accept()
 
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost`, on a thread of its own, when the engine's process has ended."""
+
+        def wait() -> None:
+            self.process.wait()
+            lost()
+
+        Thread(target=wait, daemon=True).start()
+
     def close(self) -> None:
         """Give memory and devices back: the process ends."""
         with suppress(OSError):

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from cuq1.engine import Engine
 from cuq1.errors import Cuq1Error, RequestError
@@ -19,6 +19,14 @@ State = Literal["loading", "ready", "restarting", "failed", "closed"]
 STEP = 256  # tokens of a prompt between two looks at whether anybody still wants the answer, at first
 STEP_SECONDS = 0.2  # and what they should take: steps grow until they do
 MAX_STEP = 16 * STEP
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An engine that can end by itself."""
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost` when it has, on whatever thread."""
 
 
 class EngineFailure(Exception):  # noqa: N818  (it is no error of a caller's)
@@ -47,6 +55,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._closing = False
+        self._lost = False  # the engine has ended by itself
         self._opened = threading.Event()
         self._engine: Engine | None = None
         self._step = STEP
@@ -155,18 +164,21 @@ class Worker:
         self._opened.set()
         while self._serve_next():
             pass
-        self._leave("closed")
+        self._leave("failed" if self.state == "failed" else "closed")
 
     def _serve_next(self) -> bool:
         """Compute the next answer; False at the end. Nothing of it is held afterwards."""
         job = self._next()
-        if job is None:
-            return False
         try:
+            if job is None:
+                if self._lost:
+                    self._recover(EngineFailure("it ended while nothing was asked of it"))
+                return not self._ended
             self._answer(job)
         except EngineFailure as failure:
-            self._recover(failure, job)
+            self._recover(failure)
         except Exception as error:  # a defect outside of the engine costs this answer alone
+            assert job is not None
             self._end(job, "error", _defect(error))
         finally:
             with self._lock:
@@ -174,8 +186,17 @@ class Worker:
         return True
 
     def _enter(self, state: State, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._lost = engine, False
         self._set(state)
+        if isinstance(engine, Watched):
+            engine.watch(lambda: self._lose(engine))
+
+    def _lose(self, engine: Engine) -> None:
+        """The engine has ended. Where it computes, that is seen there as well."""
+        with self._lock:
+            if engine is self._engine:
+                self._lost = True
+                self._lock.notify_all()
 
     def _leave(self, state: State) -> None:
         engine, self._engine = self._engine, None
@@ -190,11 +211,11 @@ class Worker:
             self._changed(state)
 
     def _next(self) -> Job | None:
-        """The next job that somebody wants; None at the end."""
+        """The next job that somebody wants; None at the end, and where the engine has to be seen to."""
         with self._lock:
-            while not self._waiting and not self._closing:
+            while not self._waiting and not self._closing and not self._lost:
                 self._lock.wait()
-            if not self._waiting or self._engine is None:
+            if not self._waiting or self._engine is None or self._lost:
                 return None
             self._running = self._waiting.popleft()
             return self._running
@@ -263,12 +284,18 @@ class Worker:
         elif seconds > 2 * STEP_SECONDS:
             self._step = max(self._step // 2, STEP)
 
-    def _recover(self, failure: EngineFailure, job: Job) -> None:
+    @property
+    def _ended(self) -> bool:
+        """Whether nothing more is to be done."""
+        return self._engine is None or (self._closing and not self._waiting)
+
+    def _recover(self, failure: EngineFailure) -> None:
         """All pending answers end with an error, and the engine is opened again if that may help."""
         self._set("restarting" if self._restarts else "failed")
         self.error = failure
         error = ApiError("failed", "the engine failed while it computed: try again")
-        self._end(job, "error", error)
+        if self._running is not None:
+            self._end(self._running, "error", error)
         self.abort(error)
         self._leave(self.state)
         if not self._restarts or self._closing:

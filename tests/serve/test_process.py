@@ -256,8 +256,7 @@ def test_a_dead_engine_is_started_again_once():
         wait_for(lambda: health() == 200)
         assert chat(server.url).json()["choices"] == expected
         assert "cuq1_engine_restarts_total 1.0" in httpx.get(f"{server.url}/metrics").text
-        os.kill(engine_process(server), signal.SIGKILL)
-        assert chat(server.url).status_code == 500
+        os.kill(engine_process(server), signal.SIGKILL)  # while nothing is asked of it
         wait_for(lambda: health() == 503)
         assert chat(server.url).status_code == 503
         assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
