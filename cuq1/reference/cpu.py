@@ -71,9 +71,12 @@ class CpuEngine(SequenceEngine):
         return self._logits if self._done == len(self._tokens) else None
 
     def take_logits(self, logits: F32 | None) -> None:
-        """The sequence's logits, from a snapshot; without them, the last token goes through the model again."""
+        """The sequence's logits, from a snapshot that may have none."""
         self._logits = logits
-        if logits is None:
+
+    def _need_logits(self) -> None:
+        """Where a snapshot had none, the last token goes through the model again."""
+        if self._done == len(self._tokens) and self._logits is None:
             self._forget(1)
 
     def _computing(self) -> AbstractContextManager[object]:

@@ -65,6 +65,7 @@ class Qwen2Engine(CpuEngine):
 
     def _catch_up(self, chunk: int) -> None:
         """Run the tokens that the caches do not hold yet through the model; keep the last one's logits."""
+        self._need_logits()
         while self._done < len(self._tokens):
             rows = np.asarray(self._tokens[self._done : self._done + chunk], np.int64)
             hidden = self._model.forward(rows, self._done)
