@@ -55,6 +55,12 @@ class Engine(Protocol):
     def held(self, ids: Sequence[int]) -> int:
         """How many of the first tokens of `ids` a prefill that begins with them would keep."""
 
+    def keep_snapshots(self, first: int, second: int = 0) -> None:
+        """Keep what is remembered in `first` bytes and, for a GPU, `second` of the host's; bounds of 0 end it."""
+
+    def remember(self, hint: str = "", *, turn: bool = True) -> None:
+        """Have a later `prefill` come back to where this sequence is now: a prompt's end, or a boundary within it."""
+
     def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream:
         """Generate from the sequence's end; iterate over the result for the committed tokens of each round.
 

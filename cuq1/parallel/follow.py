@@ -55,6 +55,10 @@ class Ranked(Protocol):
 
     def held(self, ids: Sequence[int]) -> int: ...
 
+    def keep_snapshots(self, first: int, second: int = 0) -> None: ...
+
+    def remember(self, hint: str = "", *, turn: bool = True) -> None: ...
+
     def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream: ...
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]: ...
@@ -118,6 +122,18 @@ class Leader:
         """As Engine.held: all ranks hold the same."""
         self._check_open()
         return self._engine.held(ids)
+
+    def keep_snapshots(self, first: int, second: int = 0) -> None:
+        """As Engine.keep_snapshots, with as many bytes on each rank."""
+        self._check_open()
+        with self._on_all("keep_snapshots", first=first, second=second):
+            self._engine.keep_snapshots(first, second)
+
+    def remember(self, hint: str = "", *, turn: bool = True) -> None:
+        """As Engine.remember."""
+        self._check_open()
+        with self._on_all("remember", hint=hint, turn=turn):
+            self._engine.remember(hint, turn=turn)
 
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """As Engine.score."""
@@ -270,6 +286,10 @@ def _obey(engine: Ranked, channel: Channel, command: Command) -> None:
     match command["command"]:
         case "prefill":
             engine.prefill(command["ids"], chunk=command["chunk"])
+        case "keep_snapshots":
+            engine.keep_snapshots(command["first"], command["second"])
+        case "remember":
+            engine.remember(command["hint"], turn=command["turn"])
         case "score":
             engine.score(command["ids"])
         case "verified_rows":

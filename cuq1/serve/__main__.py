@@ -53,6 +53,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-body", type=int, default=32, metavar="MIB", help="size of a request's body (default: %(default)s)"
     )
     parser.add_argument(
+        "--snapshots",
+        type=float,
+        default=2.0,
+        metavar="GIB",
+        help="memory for taking up conversations that others came between, the GPU's where there is one (default: 2)",
+    )
+    parser.add_argument(
+        "--host-snapshots", type=float, default=8.0, metavar="GIB", help="and the host's, for a GPU's (default: 8)"
+    )
+    parser.add_argument(
         "--keep-alive",
         type=float,
         default=5.0,
@@ -88,6 +98,9 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("keep_alive", "drain"):
         if not 0.1 <= getattr(options, name) <= 86400:
             raise RequestError(f"--{name.replace('_', '-')} must be from 0.1 to 86400 seconds")
+    for name in ("snapshots", "host_snapshots"):
+        if not 0 <= getattr(options, name) <= 4096:
+            raise RequestError(f"--{name.replace('_', '-')} must be from 0 to 4096 GiB")
     key = options.api_key
     if key is not None and (not key.strip() or not key.isascii() or not key.isprintable() or key != key.strip()):
         raise RequestError("the API key must be printable ASCII without spaces around it: choose another")

@@ -91,6 +91,14 @@ class RemoteEngine:
         count: int = self._call("held", list(ids))
         return count
 
+    def keep_snapshots(self, first: int, second: int = 0) -> None:
+        """As Engine.keep_snapshots."""
+        self._call("keep_snapshots", first, second)
+
+    def remember(self, hint: str = "", *, turn: bool = True) -> None:
+        """As Engine.remember."""
+        self._call("remember", hint, turn=turn)
+
     def rewind(self, length: int) -> None:
         """As Engine.rewind."""
         self._call("rewind", length)

@@ -64,6 +64,7 @@ def serve(
         context=options.context,
         max_queue=options.max_queue,
         restarts=options.engine_restarts,
+        snapshots=(int(options.snapshots * 2**30), int(options.host_snapshots * 2**30)),
         keep_alive=options.keep_alive,
         changed=_note,
     )

@@ -29,6 +29,7 @@ class EngineService:
 
     open_engine: called on that thread. context: the most tokens, where it is less than the engine's; max_queue: how
     many requests may wait beside the one that is computed; restarts: how often a failed engine is opened again;
+    snapshots: bytes for what other conversations can be taken up from, as for Engine.keep_snapshots;
     keep_alive: seconds between the events of a request that waits; changed: told the engine's state, on the thread.
     """
 
@@ -42,6 +43,7 @@ class EngineService:
         context: int | None = None,
         max_queue: int = 64,
         restarts: int = 1,
+        snapshots: tuple[int, int] = (0, 0),
         keep_alive: float = KEEP_ALIVE_SECONDS,
         changed: Callable[[State], None] = lambda state: None,
     ) -> None:
@@ -58,6 +60,7 @@ class EngineService:
             open_engine,
             lambda job: Answering(self.tokenizer, job.generation, job.measures, self.renderer.calls, self.turns),
             restarts=restarts,
+            snapshots=snapshots,
             finished=lambda job: self.metrics.count(job.measures),
             changed=self._note,
         )

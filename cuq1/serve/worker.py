@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ State = Literal["loading", "ready", "restarting", "failed", "closed"]
 STEP = 256  # tokens of a prompt between two looks at whether anybody still wants the answer, at first
 STEP_SECONDS = 0.2  # and what they should take: steps grow until they do
 MAX_STEP = 16 * STEP
+WORTH = 128  # tokens: less is computed sooner than it is brought back
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ class Worker:
     """Answers are computed in the order of `put`. Everything but the thread's own methods may be called from anywhere.
 
     open_engine: called on the thread, also after a failure, at most `restarts` times. answering: makes what reads a
-    job's tokens. finished: called once for each job, when it has ended.
+    job's tokens. snapshots: bytes, as for Engine.keep_snapshots. finished: called once for each job, when it has ended.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Worker:
         answering: Callable[[Job], Answering],
         *,
         restarts: int = 1,
+        snapshots: tuple[int, int] = (0, 0),
         finished: Callable[[Job], None] = lambda job: None,
         changed: Callable[[State], None] = lambda state: None,
     ) -> None:
         self._open_engine, self._answering = open_engine, answering
         self._restarts, self._finished, self._changed = restarts, finished, changed
+        self._snapshots = snapshots
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -186,6 +189,7 @@ class Worker:
         return True
 
     def _enter(self, state: State, engine: Engine) -> None:
+        engine.keep_snapshots(*self._snapshots)
         self._engine, self._lost = engine, False
         self._set(state)
         if isinstance(engine, Watched):
@@ -256,13 +260,20 @@ class Worker:
             return next(stream, None)
 
     def _prefill(self, engine: Engine, job: Job) -> bool:
-        """Compute the prompt, in steps; False where the answer was cancelled on the way."""
+        """Compute the prompt, in steps; False where the answer was cancelled on the way.
+
+        What the next turn begins with is remembered, and so is the first message: other conversations of the same agent
+        begin with it.
+        """
         ids = job.generation.prompt.ids
         with _engine_calls():
             done = engine.held(ids)
         started = False
+        first = _first_message(ids, job.generation.params.stop_tokens)
         while not job.cancelled:
             end = min(len(ids), done + self._step)
+            if done < first < end:
+                end = first
             begun = time.monotonic()
             with _engine_calls():
                 kept = engine.prefill(ids[:end])
@@ -270,6 +281,9 @@ class Worker:
                 job.put([Started(len(ids), kept)])
                 started = True
             self._pace(end - max(kept, done), time.monotonic() - begun)
+            if end in (first, len(ids)):
+                with _engine_calls():
+                    engine.remember(job.generation.hint, turn=end == len(ids))
             if end == len(ids):
                 return True
             done = end
@@ -345,6 +359,13 @@ def _engine_calls() -> Iterator[None]:
         if type(error) is Cuq1Error:  # damaged values or a grammar without a way on: the next answer may be fine
             raise _Refused(ApiError("failed", str(error))) from None
         raise EngineFailure(f"{type(error).__name__}: {error}") from error
+
+
+def _first_message(ids: Sequence[int], ends: Sequence[int]) -> int:
+    """Where a prompt's first message ends; 0 where that is nothing to come back to."""
+    places = [ids.index(token) + 1 for token in ends if token in ids]
+    first = min(places, default=0)
+    return first if WORTH <= first < len(ids) - WORTH else 0
 
 
 def _ended(job: Job, reason: Reason, error: ApiError | None) -> Finished:

@@ -99,3 +99,42 @@ def test_a_prompt_at_once_is_seen(stepped, monkeypatch):
     engine.sizes.clear()
     ask(url, first[:1300:-1] + first[:1300])
     assert max(engine.sizes) > 1024
+
+
+@pytest.fixture(scope="module")
+def remembering():
+    engine = Steps(open_engine(NANO, "cpu"))
+    service = nano_service(lambda: engine, snapshots=(1 << 30, 0))
+    with serving(service) as url:
+        yield url, service
+    assert service.close(timeout=LIMIT)
+
+
+def chat(url, system, *texts):
+    messages = [{"role": "system", "content": system}]
+    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    body = {"messages": messages, "max_tokens": 8, "seed": 3}
+    answer = post(url, "/v1/chat/completions", body)
+    return answer["choices"][0]["message"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+LONG_SYSTEM = "You write Python functions that are short and plain. " * 40
+OTHER_SYSTEM = "You find short titles for conversations about code. " * 40
+
+
+def test_conversations_take_turns(remembering, stepped):
+    """Another one between two turns costs nothing, and changes nothing; without snapshots, all is computed again."""
+    found = {}
+    for name, url in (("with", remembering[0]), ("without", stepped[0])):
+        first = chat(url, LONG_SYSTEM, "Write a function.")
+        chat(url, OTHER_SYSTEM, "Write a title.")
+        chat(url, OTHER_SYSTEM[:-60], "Write another one.")
+        second = chat(url, LONG_SYSTEM, "Write a function.", "def f(): pass", "Why?")
+        other = chat(url, LONG_SYSTEM, "Something else altogether.")
+        found[name] = first[0], second, other
+    assert found["with"][0] == found["without"][0]
+    assert found["with"][1][0] == found["without"][1][0]
+    assert found["with"][2][0] == found["without"][2][0]
+    assert found["with"][1][1] > 450
+    assert found["without"][1][1] < 10
+    assert found["with"][2][1] > 450  # the first message is remembered apart
