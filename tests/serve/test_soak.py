@@ -12,7 +12,7 @@ from tools import soak_serve
 
 @pytest.fixture(scope="module")
 def crowded():
-    service = nano_service(max_queue=soak_serve.MAX_QUEUE)
+    service = nano_service(max_queue=soak_serve.MAX_QUEUE, snapshots=(16 << 20, 0))
     with serving(service) as url:
         yield url
     assert service.close(drain=False, timeout=30)
