@@ -41,13 +41,21 @@ __device__ __forceinline__ void int4_to_f16(uint32_t (&pairs)[4], uint32_t word)
 }
 
 // c += 16 rows of 32 columns times one token: low has rows g, high rows g + 8, x the token's columns 8t .. 8t + 7.
-// Every column of the product is this token's: c[0] is row g, c[2] row g + 8.
+// In lanes 4g, c[0] is row g, c[2] row g + 8.
 __device__ __forceinline__ void multiply_words(float (&c)[4], uint32_t low, uint32_t high, uint4 x) {
     uint32_t a[4], b[4];
     int4_to_f16(a, low);
     int4_to_f16(b, high);
     mma_f16(c, a[0], b[0], a[1], b[1], x.x, x.y);
     mma_f16(c, a[2], b[2], a[3], b[3], x.z, x.w);
+}
+
+// Shared memory into the registers of those lanes that are `mine`. The MMA has eight columns for one token: lanes that have
+// none of its columns keep the zeros that they began with, and the load takes one turn of shared memory, not four.
+__device__ __forceinline__ void load_for(uint4& to, const uint4* from, bool mine) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(uint32_t(mine)));
 }
 
 // A token as halves, in the order of its columns.
@@ -61,18 +69,32 @@ struct Halves {
             make_uint4(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[4], x[5]), pack_f16(x[6], x[7]));
     }
 
-    // A unit's codes, a lane's 16 bytes of both chunks, times the token's group: rows g and g + 8, the same in all lanes
-    // of a quad.
-    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
-        const uint4* const x = reinterpret_cast<const uint4*>(group) + lane % 4;
-        float c[2][4] = {};  // two chains of products, as one would wait for each MMA
+    // The token's columns of a group, as a warp multiplies them.
+    struct Columns {
+        uint4 x[4] = {};
+
+        __device__ __forceinline__ void load(const uint8_t* group, int lane) {
+            const uint4* const from = reinterpret_cast<const uint4*>(group) + lane % 4;
 #pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-            multiply_words(c[0], w[chunk].x, w[chunk].y, x[8 * chunk]);
-            multiply_words(c[1], w[chunk].z, w[chunk].w, x[8 * chunk + 4]);
+            for (int i = 0; i < 4; ++i) load_for(x[i], from + 4 * i, lane < 4);
         }
-        return make_float2(c[0][0] + c[1][0], c[0][2] + c[1][2]);
-    }
+
+        // A unit's codes, a lane's 16 bytes of both chunks, times the columns: rows g and g + 8, in lanes 4g.
+        __device__ __forceinline__ float2 times(const uint4 (&w)[2]) const {
+            float c[2][4] = {};  // two chains of products, as one would wait for each MMA
+#pragma unroll
+            for (int chunk = 0; chunk < 2; ++chunk) {
+                multiply_words(c[0], w[chunk].x, w[chunk].y, x[2 * chunk]);
+                multiply_words(c[1], w[chunk].z, w[chunk].w, x[2 * chunk + 1]);
+            }
+            return make_float2(c[0][0] + c[1][0], c[0][2] + c[1][2]);
+        }
+
+        __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
+            load(group, lane);
+            return times(w);
+        }
+    };
 
     // Of what a quad's lanes have.
     static __device__ __forceinline__ float sum(float x) { return x; }
@@ -86,9 +108,16 @@ __device__ __forceinline__ void mma_u8_s8(int (&c)[4], uint32_t a0, uint32_t a1,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The larger magnitude, or NaN where one is.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return y;
+}
+
 // A token as numbers of 16 bits with a scale for each group: x = scale * (256 high + low), two digits of eight bits. The
-// largest of a group has 15 bits after its sign, more than a half has. The MMA has eight columns for one token: four for
-// each digit. And codes cost a quarter of what makes them halves: an AND and an XOR give four of them plus 8 as bytes, in
+// largest of a group has 15 bits after its sign, more than a half has. The MMA has a column for each digit. And codes cost
+// a quarter of what makes them halves: an AND and an XOR give four of them plus 8 as bytes, in
 // the bytes' lower halves or, times 16, in the upper ones. What the 8s add up to is known when the digits are made.
 //
 // A group lies as lanes take it: for each chunk of 64 columns and each digit 16 bytes for t = 0 .. 3, which are lane t's
@@ -101,61 +130,79 @@ struct Digits {
 
     // As Halves::store. What is not finite makes the group's scale so.
     static __device__ __forceinline__ void store(uint8_t* token, int column, const float (&x)[8], bool there) {
-        constexpr int WHOLE = 0x4b400000;  // 1.5 * 2^23: what is added to it has its whole numbers in the low bits
-        uint32_t top = 0;                  // of magnitudes as bits, which compare as they do, and NaN above all
+        // 1.5 * 2^23, to which whole numbers are added in the low bits, and 128: byte 1 is then the high digit, and byte 0
+        // the low one, -128 .. 127, plus 128.
+        constexpr int WHOLE = 0x4b400080;
+        float largest = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(x[i]) & 0x7fffffffu);
+        for (int i = 0; i < 8; ++i) largest = max_magnitude(largest, x[i]);
 #pragma unroll
-        for (int offset = 8; offset > 0; offset /= 2) top = max(top, __shfl_xor_sync(0xffffffffu, top, offset));
-        const float largest = __uint_as_float(top);
+        for (int offset = 8; offset > 0; offset /= 2)
+            largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
         const float factor = largest < 1e-30f ? 0.0f : __fdividef(LARGEST, largest);
-        uint32_t low[8], high[8], sum = 0u - 8u * WHOLE;
+        uint32_t v[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            low[i] = __float_as_uint(fmaf(x[i], factor, __int_as_float(WHOLE)));
-            high[i] = low[i] + 128;  // as low is -128 .. 127
-            sum += low[i];
-        }
+        for (int i = 0; i < 8; ++i) v[i] = __float_as_uint(fmaf(x[i], factor, __int_as_float(WHOLE)));
+        const auto bytes = [&](int first, uint32_t pick) {
+            const uint32_t a = __byte_perm(v[first], v[first + 4], pick);
+            return __byte_perm(a, __byte_perm(v[first + 1], v[first + 5], pick), 0x5410);
+        };
+        const uint32_t high[2] = {bytes(0, 0x51), bytes(2, 0x51)};
+        const uint32_t low[2] = {bytes(0, 0x40) ^ 0x80808080u, bytes(2, 0x40) ^ 0x80808080u};
+        constexpr int ONES = 0x01010101;
+        int sum = 256 * __dp4a(int(high[0]), ONES, __dp4a(int(high[1]), ONES, 0));
+        sum = __dp4a(int(low[0]), ONES, __dp4a(int(low[1]), ONES, sum));
 #pragma unroll
         for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
         if (!there) return;
         const int inside = column % GROUP_SIZE;
         uint8_t* const group = token + column / GROUP_SIZE * GROUP_BYTES;
-        uint8_t* const to = group + inside / 64 * 128 + inside / 8 % 4 * 16 + inside / 32 % 2 * 4;
-        const auto bytes = [](const uint32_t (&v)[8], int first, uint32_t pick) {
-            const uint32_t a = __byte_perm(v[first], v[first + 4], pick);
-            return __byte_perm(a, __byte_perm(v[first + 1], v[first + 5], pick), 0x5410);
-        };
-        *reinterpret_cast<uint32_t*>(to) = bytes(high, 0, 0x51);
-        *reinterpret_cast<uint32_t*>(to + 8) = bytes(high, 2, 0x51);
-        *reinterpret_cast<uint32_t*>(to + 64) = bytes(low, 0, 0x40);
-        *reinterpret_cast<uint32_t*>(to + 72) = bytes(low, 2, 0x40);
+        uint32_t* const to = reinterpret_cast<uint32_t*>(group + inside / 64 * 128 + inside / 8 % 4 * 16 + inside / 32 % 2 * 4);
+        to[0] = high[0];
+        to[2] = high[1];
+        to[16] = low[0];
+        to[18] = low[1];
         if (inside == 0) {
             const float scale = largest * (1.0f / LARGEST / 16.0f);
-            *reinterpret_cast<uint2*>(group + 2 * GROUP_SIZE) = make_uint2(__float_as_uint(scale), 0u - 128u * sum);
+            *reinterpret_cast<uint2*>(group + 2 * GROUP_SIZE) = make_uint2(__float_as_uint(scale), uint32_t(-128 * sum));
         }
     }
 
-    // As Halves::times.
-    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
-        constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0xf0f0f0f0u, PLUS_8 = 0x08080808u, PLUS_128 = 0x80808080u;
-        const uint4* const x = reinterpret_cast<const uint4*>(group) + lane / 4 % 2 * 4 + lane % 4;
-        const uint2 of = *reinterpret_cast<const uint2*>(group + 2 * GROUP_SIZE);
-        int ones[4] = {}, sixteens[4] = {};  // columns of the high and of the low digit in turn
+    // As Halves::Columns.
+    struct Columns {
+        uint4 x[2] = {};
+        uint2 of;  // scale, and what the 8s add up to
+
+        __device__ __forceinline__ void load(const uint8_t* group, int lane) {
+            const uint4* const from = reinterpret_cast<const uint4*>(group) + lane % 8;
 #pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-            const uint4 b = x[8 * chunk], a = w[chunk];
-            mma_u8_s8(ones, int4_pick(a.x, LOWER, PLUS_8), int4_pick(a.y, LOWER, PLUS_8), int4_pick(a.z, LOWER, PLUS_8),
-                      int4_pick(a.w, LOWER, PLUS_8), b.x, b.y);
-            mma_u8_s8(sixteens, int4_pick(a.x, UPPER, PLUS_128), int4_pick(a.y, UPPER, PLUS_128),
-                      int4_pick(a.z, UPPER, PLUS_128), int4_pick(a.w, UPPER, PLUS_128), b.z, b.w);
+            for (int chunk = 0; chunk < 2; ++chunk) load_for(x[chunk], from + 8 * chunk, lane < 8);
+            of = *reinterpret_cast<const uint2*>(group + 2 * GROUP_SIZE);
         }
-        const float scale = __uint_as_float(of.x);
-        const int eights = int(of.y);
-        return make_float2(
-            scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights),
-            scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights));
-    }
+
+        __device__ __forceinline__ float2 times(const uint4 (&w)[2]) const {
+            constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0xf0f0f0f0u, PLUS_8 = 0x08080808u, PLUS_128 = 0x80808080u;
+            int ones[4] = {}, sixteens[4] = {};  // lanes 4g have in [0] and [1] row g's high and low digit
+#pragma unroll
+            for (int chunk = 0; chunk < 2; ++chunk) {
+                const uint4 a = w[chunk], b = x[chunk];
+                mma_u8_s8(ones, int4_pick(a.x, LOWER, PLUS_8), int4_pick(a.y, LOWER, PLUS_8),
+                          int4_pick(a.z, LOWER, PLUS_8), int4_pick(a.w, LOWER, PLUS_8), b.x, b.y);
+                mma_u8_s8(sixteens, int4_pick(a.x, UPPER, PLUS_128), int4_pick(a.y, UPPER, PLUS_128),
+                          int4_pick(a.z, UPPER, PLUS_128), int4_pick(a.w, UPPER, PLUS_128), b.z, b.w);
+            }
+            const float scale = __uint_as_float(of.x);
+            const int eights = int(of.y);
+            return make_float2(
+                scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights),
+                scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights));
+        }
+
+        __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
+            load(group, lane);
+            return times(w);
+        }
+    };
 
     static __device__ __forceinline__ float sum(float x) { return x; }
 };

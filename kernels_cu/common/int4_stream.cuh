@@ -92,6 +92,7 @@ struct Stream {
         float low = 0.0f, high = 0.0f;
         int group = run.first % GROUPS, slot = 0;
         uint32_t parity = 0;
+        typename Token::Columns x[STAGE_UNITS];
         const auto flush = [&]() {
             low = Token::sum(low), high = Token::sum(high);
             if (t == 0) sums[0] = low, sums[8] = high;
@@ -124,8 +125,10 @@ struct Stream {
             for (int u = 0; u < STAGE_UNITS; ++u) {
                 int of = group + u < GROUPS ? group + u : group + u - GROUPS;
                 if (STAGE_UNITS > GROUPS) of %= GROUPS;
-                c[u] = Token::times(w[u], token + of * Token::GROUP_BYTES, lane);
+                x[u].load(token + of * Token::GROUP_BYTES, lane);
             }
+#pragma unroll
+            for (int u = 0; u < STAGE_UNITS; ++u) c[u] = x[u].times(w[u]);
             const auto add = [&](int u) {
                 low += f16_to_float(scale[u][0]) * c[u].x;
                 high += f16_to_float(scale[u][1]) * c[u].y;

@@ -15,20 +15,27 @@ struct Codes {
         sum = __dp4a(int(word & 0xf0f0f0f0u), odd, sum);
     }
 
-    static __device__ __forceinline__ float2 times(const uint4 (&w)[2], const uint8_t* group, int lane) {
-        const int4* const x = reinterpret_cast<const int4*>(group) + 2 * (lane % 4);
-        const float scale = *reinterpret_cast<const float*>(group + GROUP_SIZE);
-        int low = 0, high = 0;
-#pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-            const int4 codes = x[chunk];
-            add(low, w[chunk].x, codes.x, codes.y);
-            add(high, w[chunk].y, codes.x, codes.y);
-            add(low, w[chunk].z, codes.z, codes.w);
-            add(high, w[chunk].w, codes.z, codes.w);
+    struct Columns {
+        int4 x[2];
+        float scale;
+
+        __device__ __forceinline__ void load(const uint8_t* group, int lane) {
+            for (int chunk = 0; chunk < 2; ++chunk) x[chunk] = reinterpret_cast<const int4*>(group)[2 * (lane % 4) + chunk];
+            scale = *reinterpret_cast<const float*>(group + GROUP_SIZE);
         }
-        return make_float2(scale * float(low), scale * float(high));
-    }
+
+        __device__ __forceinline__ float2 times(const uint4 (&w)[2]) const {
+            int low = 0, high = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < 2; ++chunk) {
+                add(low, w[chunk].x, x[chunk].x, x[chunk].y);
+                add(high, w[chunk].y, x[chunk].x, x[chunk].y);
+                add(low, w[chunk].z, x[chunk].z, x[chunk].w);
+                add(high, w[chunk].w, x[chunk].z, x[chunk].w);
+            }
+            return make_float2(scale * float(low), scale * float(high));
+        }
+    };
 
     // A quad's lanes have different columns.
     static __device__ __forceinline__ float sum(float x) {
