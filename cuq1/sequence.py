@@ -89,9 +89,13 @@ class SequenceEngine(ABC):
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Next-token logits float32 [len(ids), vocab]: row i follows ids[: i + 1]."""
 
-    def _saver(self) -> Saver | None:
-        """Copies what the caches hold; None where an engine keeps no snapshots. A reset may make another."""
+    def _saver(self, first: int, second: int) -> Saver | None:
+        """Copies what the caches hold, in so many bytes of two tiers; None where an engine keeps no snapshots."""
         return None
+
+    def _granted(self, first: int) -> int:
+        """As many of the bytes that are wanted for snapshots as there are."""
+        return first
 
     @property
     @abstractmethod
@@ -192,10 +196,16 @@ class SequenceEngine(ABC):
         dropped.
         """
         self._check_open()
-        if self._snapshots is not None:
-            self._snapshots.clear()
-        saver = self._saver() if first + second > 0 else None
+        self._drop_snapshots()
+        first = self._granted(first)
+        saver = self._saver(first, second) if first > 0 else None
         self._snapshots = None if saver is None else SnapshotStore(saver, first, second)
+
+    def _drop_snapshots(self) -> None:
+        store, self._snapshots = self._snapshots, None
+        if store is not None:
+            store.clear()
+            store.saver.close()
 
     def remember(self, hint: str = "", *, turn: bool = True) -> None:
         """Keep what the sequence's continuation needs, so that a later `prefill` can come back to here.
@@ -303,6 +313,7 @@ class SequenceEngine(ABC):
         """Give the memory back; the engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            self._drop_snapshots()
             self._release()
 
     def _check_open(self) -> None:

@@ -44,8 +44,12 @@ class Copy(Protocol):
 class Saver(Protocol):
     """Copies what an engine's caches hold: full-attention ones by position, and all that later positions overwrite.
 
-    slack: how many tokens the sequence can be rewound after `load`, None for any number.
+    slack: how many tokens the sequence can be rewound after `load`, None for any number. padding: positions that a
+    copy of rows may take beyond its own.
     """
+
+    @property
+    def padding(self) -> int: ...
 
     @property
     def slack(self) -> int | None: ...
@@ -68,6 +72,9 @@ class Saver(Protocol):
 
     def copy_rows(self, start: int, end: int) -> Copy | None:
         """Positions start .. end - 1; None where there is no memory."""
+
+    def close(self) -> None:
+        """Give all memory back."""
 
     def put_rows(self, copy: Any, first: int, start: int, end: int) -> None:
         """Positions start .. end - 1 back into the caches, of a copy whose first position is `first`."""
@@ -221,7 +228,7 @@ class SnapshotStore:
         return True
 
     def _save_part(self, start: int, end: int) -> bool:
-        size = (end - start) * self.saver.row_bytes()
+        size = (end - start + self.saver.padding) * self.saver.row_bytes()
         copy = self.saver.copy_rows(start, end) if self.room(size) else None
         if copy is None:
             return False

@@ -23,6 +23,7 @@ from cuq1.cuda.loop import TIMEOUT, UNBOUNDED, DeviceLoop
 from cuq1.cuda.prefill import Prefill
 from cuq1.cuda.ranks import Ranks
 from cuq1.cuda.runtime import Runtime
+from cuq1.cuda.snapshot import DeviceSaver, Marks, room_for, saver_of
 from cuq1.cuda.weights_device import Source
 from cuq1.errors import RequestError
 from cuq1.models.plans import DeviceModel
@@ -105,6 +106,34 @@ class DeviceEngine(SequenceEngine):
         self._draft_end = 0
         self._runtime.recover()
         self._runtime.empty()
+
+    def _saver(self, first: int, second: int) -> DeviceSaver:
+        """Takes the memory for snapshots; DeviceError where it is not there."""
+        self._end_chain()
+        return saver_of(self, self._runtime, first, second)
+
+    def _drop_snapshots(self) -> None:
+        if self._snapshots is not None and not self._runtime.lost:
+            self._end_chain()
+            super()._drop_snapshots()
+
+    def snapshot_room(self, first: int) -> int:
+        """As many of the bytes that are wanted for snapshots as this GPU has to spare."""
+        self._drop_snapshots()
+        return room_for(first)
+
+    def _granted(self, first: int) -> int:
+        return room_for(first) if self._runtime.ranks is None else first  # ranks take the same: what rank 0 can spare
+
+    @property
+    def marks(self) -> Marks:
+        """What a snapshot has to know beside the caches."""
+        return Marks(self._done, self._settled, self._fresh, self._target_end, self._draft_end)
+
+    @marks.setter
+    def marks(self, marks: Marks) -> None:
+        self._done, self._settled, self._fresh = marks.done, marks.settled, marks.fresh
+        self._target_end, self._draft_end = marks.target_end, marks.draft_end
 
     @property
     def max_drafts(self) -> int:
@@ -284,6 +313,8 @@ class DeviceEngine(SequenceEngine):
         self._forget(self._done - (len(self._tokens) - 1))
         if self._runtime.drop_faults():
             tokens = self._tokens
+            if self._snapshots is not None:
+                self._snapshots.lost()
             self._reset()  # what is computed next starts from empty caches
             self._tokens = tokens
 
@@ -324,6 +355,8 @@ class DeviceEngine(SequenceEngine):
         """The same of at most eight tokens at positions start, start + 1, …, with what the caches hold before them."""
         self._check_open()
         with self._change():
+            if self._snapshots is not None:
+                self._snapshots.leave(start)
             self._target_end = max(self._target_end, start + len(rows))
             self._fresh = False
             most = self._runtime.plans.most_rows

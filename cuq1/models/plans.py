@@ -14,6 +14,10 @@ class DeviceLayer(Protocol):
     """What rewinding has to know of a layer: a sliding one holds the last `slots` positions, and sees a window."""
 
     @property
+    def prefix(self) -> str:
+        """What the names of its buffers begin with."""
+
+    @property
     def sliding(self) -> bool: ...
 
     @property

@@ -61,6 +61,9 @@ class Ranked(Protocol):
 
     def decode(self, params: DecodeParams | None = None, *, mask: Mask | None = None) -> DecodeStream: ...
 
+    def snapshot_room(self, first: int) -> int:
+        """As many of the bytes that are wanted for snapshots as this rank has."""
+
     def score(self, ids: Sequence[int]) -> NDArray[np.float32]: ...
 
     def verified_rows(self, rows: Sequence[int], start: int) -> NDArray[np.float32]: ...
@@ -124,8 +127,10 @@ class Leader:
         return self._engine.held(ids)
 
     def keep_snapshots(self, first: int, second: int = 0) -> None:
-        """As Engine.keep_snapshots, with as many bytes on each rank."""
+        """As Engine.keep_snapshots: `first` bytes on each rank, as far as this one has them, and `second` in all."""
         self._check_open()
+        first, second = _integer(first, "the bytes for snapshots"), _integer(second, "the bytes for snapshots")
+        first, second = self._engine.snapshot_room(first), second // self._channel.meeting.world
         with self._on_all("keep_snapshots", first=first, second=second):
             self._engine.keep_snapshots(first, second)
 

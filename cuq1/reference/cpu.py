@@ -37,7 +37,7 @@ class CpuEngine(SequenceEngine):
     saved_counts: tuple[str, ...] = ("_done",)  # names of what a snapshot has beside the caches
     saved_arrays: tuple[str, ...] = ()
 
-    def _saver(self) -> "EngineSaver":
+    def _saver(self, first: int, second: int) -> "EngineSaver":
         return EngineSaver(self)
 
     @abstractmethod
@@ -123,8 +123,13 @@ class HostCopy:
 class EngineSaver:
     """cuq1.snapshots.Saver of a CPU engine."""
 
+    padding = 0
+
     def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine
+
+    def close(self) -> None:
+        """The copies go with their last reference."""
 
     def _full(self) -> list[F32]:
         return [a for cache in self._engine.caches() if isinstance(cache, FullCache) for a in (cache.k, cache.v)]

@@ -67,6 +67,15 @@ class FakeEngine(SequenceEngine):
     def counts(self):
         return (len(self._tokens), self._done, sum(self._tokens[-64:]))
 
+    def snapshot_room(self, first):
+        return min(first, 1000)
+
+    def keep_snapshots(self, first, second=0):
+        self.calls.append(("keep_snapshots", first, second))
+
+    def remember(self, hint="", *, turn=True):
+        self.calls.append(("remember", hint, turn, len(self._tokens)))
+
     def take_back(self, length):
         self._tokens = self._tokens[:length]
         self._forget(self._done - (length - 1))

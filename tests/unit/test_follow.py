@@ -113,6 +113,21 @@ def test_a_mask_is_rank_0s_and_counts_on_all(world):
     assert all(engine.calls == engines[0].calls and engine.tokens == engines[0].tokens for engine in engines)
 
 
+def test_snapshots_are_every_ranks():
+    """As many bytes of its GPU as rank 0 can spare, and the host's shared out."""
+
+    def act(leader):
+        leader.keep_snapshots(5000, 3000)
+        leader.prefill([1, 2, 3])
+        leader.remember("mine", turn=False)
+
+    results, engines = led(act, 3)
+    assert results == [None] * 3
+    assert all(engine.calls == engines[0].calls for engine in engines)
+    assert engines[1].calls[0] == ("keep_snapshots", 1000, 1000)
+    assert engines[2].calls[3] == ("remember", "mine", False, 3)
+
+
 def test_a_mask_that_fails_ends_its_request_alone():
     def act(leader):
         leader.prefill([1, 2, 3])
