@@ -3,15 +3,14 @@
 import json
 import random
 
-import jsonschema
 import numpy as np
 import pytest
 
 from cuq1.engine import open_engine
 from cuq1.errors import RequestError
 from cuq1.sampling import DecodeParams
+from tests.masks import Lenient, Walk
 from tests.paths import NANO
-from tests.unit.test_mask import Lenient, Walk
 from tools.bench import nano
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +95,7 @@ def test_log_probabilities(cuda, prompts):
 
 def test_json_of_random_schemas(cuda, prompts):
     pytest.importorskip("llguidance")
+    jsonschema = pytest.importorskip("jsonschema")
     from tests.serve.schemas import answer_schema  # noqa: PLC0415
     from tests.serve.test_structured import GRAMMARS, TOKENIZER  # noqa: PLC0415
 

@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -13,41 +12,13 @@ from cuq1.errors import Cuq1Error, RequestError
 from cuq1.reference import engine as engine_module
 from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import DecodeParams, MaskPath, filtered, masked, token_logprob
+from tests.masks import Lenient, Walk
 from tests.paths import NANO
 from tests.unit.test_distribution import IDS, PARAMS, ROUNDS
 from tests.unit.test_distribution import engine as engine  # noqa: PLC0414  (a fixture)
 from tools.check_distribution import FALSE_ALARM, p_values
 from tools.checkpoint_qwen2 import qwen2_config
 from tools.make_checkpoint import write_qwen2_checkpoint
-
-VOCAB = 32
-
-
-@lru_cache(10_000)
-def random_mask(vocab, share, *seed):
-    rng = np.random.default_rng(seed)
-    allowed = rng.integers(0, share, vocab) == 0
-    allowed[rng.integers(vocab)] = True
-    return allowed
-
-
-class Walk:
-    """Allows about a third of the vocabulary, another third after every token."""
-
-    def __init__(self, vocab=VOCAB, salt=0, share=3):
-        self.vocab, self.salt, self.share = vocab, salt, share
-        self.tokens = []
-
-    def allowed(self):
-        return random_mask(self.vocab, self.share, self.salt, len(self.tokens), *self.tokens[-2:])
-
-    def push(self, token):
-        assert self.allowed()[token], "the engine takes a token that is not allowed"
-        self.tokens.append(token)
-
-    def pop(self, count):
-        assert 0 < count <= len(self.tokens)
-        del self.tokens[len(self.tokens) - count :]
 
 
 def test_two_tokens_follow_the_masked_distribution(engine):
@@ -58,13 +29,6 @@ def test_two_tokens_follow_the_masked_distribution(engine):
 def test_the_bonus_token_follows_too(engine):
     found = p_values(engine, IDS, PARAMS, range(ROUNDS // 10), length=3, mask=lambda: Walk(share=8))
     assert min(found.values()) > FALSE_ALARM, found
-
-
-class Lenient(Walk):
-    """Takes any token, as broken engines need it."""
-
-    def push(self, token):
-        self.tokens.append(token)
 
 
 def test_a_target_without_the_mask_is_rejected(engine, monkeypatch):
