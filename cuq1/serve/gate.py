@@ -8,9 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -18,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cuq1.serve.errors import error_response
 from cuq1.serve.job import Measures
-from cuq1.serve.log import access, log
+from cuq1.serve.log import access, log, where
 from cuq1.serve.metrics import Metrics
 from cuq1.serve.request import ApiError
 from cuq1.serve.service import answers_of_request
@@ -153,11 +151,3 @@ def _headers(scope: Scope) -> dict[str, str]:
 def _digest(key: bytes) -> bytes:
     """Keys of any length are compared in the same time."""
     return hashlib.sha256(key).digest()
-
-
-def where(error: BaseException) -> str:
-    """An exception's type and place, without its text."""
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    return f"{type(error).__name__} at " + " < ".join(
-        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)
-    )

@@ -2,7 +2,9 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from cuq1.serve.job import Measures
 
@@ -32,6 +34,14 @@ def access(method: str, path: str, status: int, seconds: float, answers: Sequenc
             f" accepted={measures.mean_accepted:.2f} end={measures.reason or 'left'}"
         )
     log.info(line)
+
+
+def where(error: BaseException) -> str:
+    """An exception's type and place, without its text."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return f"{type(error).__name__} at " + " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)
+    )
 
 
 def _shown(value: float | None, form: str, unit: str) -> str:

@@ -3,23 +3,21 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, Protocol, runtime_checkable
 
 from cuq1.engine import Engine
-from cuq1.errors import Cuq1Error, RequestError
+from cuq1.errors import Cuq1Error
 from cuq1.sampling import DecodeStream, Round
 from cuq1.serve.answering import Answering
+from cuq1.serve.failures import EngineFailure, Refused, engine_calls
 from cuq1.serve.job import Job
+from cuq1.serve.log import log, where
+from cuq1.serve.prompt import PromptSteps
 from cuq1.serve.request import ApiError, Finished, Reason, Started
 
 State = Literal["loading", "ready", "restarting", "failed", "closed"]
-
-STEP = 256  # tokens of a prompt between two looks at whether anybody still wants the answer, at first
-STEP_SECONDS = 0.2  # and what they should take: steps grow until they do
-MAX_STEP = 16 * STEP
-WORTH = 128  # tokens: less is computed sooner than it is brought back
 
 
 @runtime_checkable
@@ -28,10 +26,6 @@ class Watched(Protocol):
 
     def watch(self, lost: Callable[[], None]) -> None:
         """Call `lost` when it has, on whatever thread."""
-
-
-class EngineFailure(Exception):  # noqa: N818  (it is no error of a caller's)
-    """What the engine raised, where it cannot be the request's fault."""
 
 
 class Worker:
@@ -61,7 +55,7 @@ class Worker:
         self._lost = False  # the engine has ended by itself
         self._opened = threading.Event()
         self._engine: Engine | None = None
-        self._step = STEP
+        self._prompts = PromptSteps()
         self.state: State = "loading"
         self.error: Exception | None = None  # why the engine is not there
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -181,6 +175,7 @@ class Worker:
         except EngineFailure as failure:
             self._recover(failure)
         except Exception as error:  # a defect outside of the engine costs this answer alone
+            log.error("defect: %s", where(error))
             assert job is not None
             self._end(job, "error", _defect(error))
         finally:
@@ -233,10 +228,16 @@ class Worker:
         answering = self._answering(job)
         stream: DecodeStream | None = None
         try:
-            if not self._prefill(engine, job):
+            length = len(generation.prompt.ids)
+            if not self._prompts.run(
+                engine,
+                generation,
+                begun=lambda kept: job.put([Started(length, kept)]),
+                wanted=lambda: not job.cancelled,
+            ):
                 self._end(job, "cancelled", answering=answering)
                 return
-            with _engine_calls():
+            with engine_calls():
                 constraint = generation.constraint
                 mask = None if constraint is None else constraint.mask(generation.prompt.in_reasoning)
                 stream = engine.decode(generation.params, mask=mask)
@@ -248,7 +249,7 @@ class Worker:
                     break
             reason: Reason = "cancelled" if job.cancelled else stream.finish_reason or "stop"
             self._end(job, reason, answering=answering)
-        except _Refused as refused:
+        except Refused as refused:
             self._end(job, "error", refused.error, answering)
         finally:
             if stream is not None:
@@ -256,47 +257,8 @@ class Worker:
                     stream.close()
 
     def _round(self, stream: DecodeStream) -> Round | None:
-        with _engine_calls():
+        with engine_calls():
             return next(stream, None)
-
-    def _prefill(self, engine: Engine, job: Job) -> bool:
-        """Compute the prompt, in steps; False where the answer was cancelled on the way.
-
-        What the next turn begins with is remembered, and so is the first message: other conversations of the same agent
-        begin with it.
-        """
-        ids = job.generation.prompt.ids
-        with _engine_calls():
-            done = engine.held(ids)
-        started = False
-        first = _first_message(ids, job.generation.params.stop_tokens)
-        while not job.cancelled:
-            end = min(len(ids), done + self._step)
-            if done < first < end:
-                end = first
-            begun = time.monotonic()
-            with _engine_calls():
-                kept = engine.prefill(ids[:end])
-            if not started:
-                job.put([Started(len(ids), kept)])
-                started = True
-            self._pace(end - max(kept, done), time.monotonic() - begun)
-            if end in (first, len(ids)):
-                with _engine_calls():
-                    engine.remember(job.generation.hint, turn=end == len(ids))
-            if end == len(ids):
-                return True
-            done = end
-        return False
-
-    def _pace(self, tokens: int, seconds: float) -> None:
-        """Longer steps where they are quick, shorter ones where they are not; always in whole chunks."""
-        if tokens < self._step:
-            return
-        if seconds < STEP_SECONDS / 2:
-            self._step = min(2 * self._step, MAX_STEP)
-        elif seconds > 2 * STEP_SECONDS:
-            self._step = max(self._step // 2, STEP)
 
     @property
     def _ended(self) -> bool:
@@ -305,6 +267,7 @@ class Worker:
 
     def _recover(self, failure: EngineFailure) -> None:
         """All pending answers end with an error, and the engine is opened again if that may help."""
+        log.error("the engine failed: %s", failure)
         self._set("restarting" if self._restarts else "failed")
         self.error = failure
         error = ApiError("failed", "the engine failed while it computed: try again")
@@ -319,6 +282,7 @@ class Worker:
         try:
             self._enter("ready", self._open_engine())
         except Exception as again:
+            log.error("the engine does not start again: %s", again if isinstance(again, Cuq1Error) else where(again))
             self.error = again
             self._set("failed")
             self.abort(error)
@@ -338,34 +302,6 @@ class Worker:
             job.measures.reason = end.reason
             job.put(events)
         self._finished(job)
-
-
-class _Refused(Exception):  # noqa: N818
-    """The engine found fault with the request."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__()
-        self.error = error
-
-
-@contextmanager
-def _engine_calls() -> Iterator[None]:
-    """What an engine's call raises: the request's fault, this answer's alone, or the engine's."""
-    try:
-        yield
-    except RequestError as error:
-        raise _Refused(ApiError("invalid", str(error))) from None
-    except Exception as error:
-        if type(error) is Cuq1Error:  # damaged values or a grammar without a way on: the next answer may be fine
-            raise _Refused(ApiError("failed", str(error))) from None
-        raise EngineFailure(f"{type(error).__name__}: {error}") from error
-
-
-def _first_message(ids: Sequence[int], ends: Sequence[int]) -> int:
-    """Where a prompt's first message ends; 0 where that is nothing to come back to."""
-    places = [ids.index(token) + 1 for token in ends if token in ids]
-    first = min(places, default=0)
-    return first if WORTH <= first < len(ids) - WORTH else 0
 
 
 def _ended(job: Job, reason: Reason, error: ApiError | None) -> Finished:

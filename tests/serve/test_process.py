@@ -261,6 +261,6 @@ def test_a_dead_engine_is_started_again_once():
         assert chat(server.url).status_code == 503
         assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
         assert "engine restarting" in server.log
-        assert "engine failed" in server.log
+        assert "the engine failed: the engine's process ended with status -9" in server.log
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0

@@ -7,7 +7,7 @@ import pytest
 
 from cuq1.engine import open_engine
 from cuq1.sampling import DecodeParams
-from cuq1.serve import worker as worker_module
+from cuq1.serve import prompt as prompt_module
 from tests.paths import NANO
 from tests.serve.running import LIMIT, nano_service, post, serving
 from tests.serve.watched import Watched
@@ -74,7 +74,7 @@ def ask(url, ids):
 
 
 def test_no_step_is_long_and_nothing_is_lost(stepped, monkeypatch):
-    monkeypatch.setattr(worker_module, "MAX_STEP", 512)
+    monkeypatch.setattr(prompt_module, "MAX_STEP", 512)
     url, engine = stepped
     rng = random.Random(9)
     first = [rng.randrange(1, 4000) for _ in range(1500)]
