@@ -19,7 +19,7 @@
 // blocks.
 #include "common/copy.cuh"
 #include "common/flagged.cuh"
-#include "common/int4_biased.cuh"
+#include "common/int4.cuh"
 #include "common/pdl.cuh"
 #include "common/phases.cuh"
 #include "common/pieces.cuh"
@@ -39,7 +39,7 @@ using OSplit = Pieces<HIDDEN, Q_WIDTH, GEMV_BLOCKS>;
 using DownSplit = Pieces<HIDDEN, INNER, GEMV_BLOCKS>;
 using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
 
-enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST };
+enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST, ASKED = PHASES + 2 };
 
 struct Run {
     int first, units;
@@ -58,49 +58,86 @@ __device__ __forceinline__ Run shared_run() {
 
 __device__ __forceinline__ Run whole_tiles() { return part_of(Run{0, GATE_UP_TILES}, blockIdx.x, GEMV_BLOCKS); }
 
+// The units that the block has in a phase.
+template <int PHASE>
+__device__ __forceinline__ Run block_run() {
+    if constexpr (PHASE == O_PROJ) return shared_run<OSplit>();
+    if constexpr (PHASE == DOWN) return shared_run<DownSplit>();
+    if constexpr (PHASE == QKV) return shared_run<QkvSplit>();
+    constexpr int GROUPS = padded(HIDDEN) / GROUP_SIZE;
+    const Run tiles = whole_tiles();
+    return Run{tiles.first * GROUPS, tiles.units * GROUPS};
+}
+
 template <int K>
 constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
 
-// The most tiles that a warp's part touches, of `units` a block.
-__device__ __host__ constexpr int segments(int units, int groups) { return ((units + WARPS - 1) / WARPS + groups - 2) / groups + 1; }
+// The most tiles that a block has units of.
+__device__ __host__ constexpr int touched(int units, int groups) { return (units + groups - 2) / groups + 1; }
 __device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int SEGMENTS =
-    larger(larger(segments(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS),
-                  segments(ceil_div(GATE_UP_TILES, GEMV_BLOCKS) * GROUPS_OF<HIDDEN>, GROUPS_OF<HIDDEN>)),
-           larger(segments(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS),
-                  segments(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)));
+constexpr int SUMS = larger(larger(touched(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS), ceil_div(GATE_UP_TILES, GEMV_BLOCKS)),
+                            larger(touched(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS),
+                                   touched(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)));
+constexpr int TURN = WARPS * STAGE_UNITS;  // units that the warps take together
 
 struct Shared {
-    float sums[WARPS][SEGMENTS][TILE_ROWS];
+    float4 sums[WARPS][SUMS][TILE_ROWS / 4];  // each warp's, of the block's tiles
     float scratch[WARPS];
-    const uint8_t* from[PHASES][WARPS];  // each warp's units of each phase
-    Run runs[PHASES][WARPS];
+    const uint8_t* from[ASKED];  // the block's units of each phase
+    int units[ASKED];
     uint64_t full[WARPS][STAGES];
 };
 
-// What sends a warp's copies, in the order in which they are used. One lane.
-struct Feed {
-    const uint8_t* at;
-    int left, phase, slot;
+// A place in the order in which a warp's units come: of the block's units of a phase, the first that it has not passed.
+struct Place {
+    int next, phase;
 
-    __device__ __forceinline__ void send(Shared& shared, uint8_t* ring, int warp) {
-        while (left == 0 && phase + 1 < PHASES) {
-            ++phase;
-            at = shared.from[phase][warp];
-            left = shared.runs[phase][warp].units;
-        }
-        if (left == 0) return;
-        const int units = min_int(left, STAGE_UNITS), bytes = units * UNIT_BYTES;
-        barrier_expect(&shared.full[warp][slot], bytes);
-        bulk_load(ring + slot * STAGE_BYTES, at, bytes, &shared.full[warp][slot]);
-        at += bytes;
-        left -= units;
-        if (++slot == STAGES) slot = 0;
+    // To where there are units, in phases before `end`; false where there are none left.
+    __device__ __forceinline__ bool settle(const Shared& shared, int end, int warp) {
+        while (phase < end && next >= shared.units[phase]) ++phase, next = warp * STAGE_UNITS;
+        return phase < end;
+    }
+    __device__ __forceinline__ const uint8_t* at(const Shared& shared) const {
+        return shared.from[phase] + int64_t(next) * UNIT_BYTES;
+    }
+    __device__ __forceinline__ int bytes(const Shared& shared) const {
+        return min_int(shared.units[phase] - next, STAGE_UNITS) * UNIT_BYTES;
     }
 };
 
-// A warp's part of a phase times the token, into its sums.
+// What sends a warp's copies, in the order in which they are used, and asks L2 for those AHEAD of them. One lane.
+struct Feed {
+    Place place, ahead;
+    int slot;
+
+    __device__ __forceinline__ void send(Shared& shared, uint8_t* ring, int warp) {
+        if (place.settle(shared, PHASES, warp)) {
+            const int bytes = place.bytes(shared);
+            barrier_expect(&shared.full[warp][slot], bytes);
+            bulk_load(ring + slot * STAGE_BYTES, place.at(shared), bytes, &shared.full[warp][slot]);
+            place.next += TURN;
+            if (++slot == STAGES) slot = 0;
+        }
+    }
+
+    __device__ __forceinline__ void ask(const Shared& shared, int warp) {
+        if (AHEAD > 0 && ahead.settle(shared, ASKED, warp)) {
+            bulk_prefetch(ahead.at(shared), ahead.bytes(shared));
+            ahead.next += TURN;
+        }
+    }
+
+    // The ring, and what the launch before has asked L2 for.
+    __device__ __forceinline__ void begin(Shared& shared, uint8_t* ring, int warp) {
+        for (int i = 0; i < STAGES; ++i) send(shared, ring, warp);
+        for (int i = 0; i < STAGES + AHEAD; ++i)
+            if (ahead.settle(shared, ASKED, warp)) ahead.next += TURN;
+    }
+};
+
+// The warps' parts of a phase times the token, into their sums. They take the block's units in turns, so that what a block
+// asks of memory at a time lies together: runs of their own, some tens of kilobytes apart, cost a sixth of the bandwidth.
 struct Stream {
     Shared& shared;
     uint8_t* ring;
@@ -108,82 +145,82 @@ struct Stream {
     int slot;
     uint32_t parity;
 
-    template <int GROUPS>
-    __device__ __forceinline__ void multiply(int phase, const uint8_t* token, Fault* fault, int layer) {
+    template <int PHASE, int GROUPS>
+    __device__ __forceinline__ void multiply(const uint8_t* token, Fault* fault, int layer) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-        const Run run = shared.runs[phase][warp];
-        float* sums = &shared.sums[warp][0][g];
+        const Run block = block_run<PHASE>();
+        float4* const all = shared.sums[warp][0];
+#pragma unroll
+        for (int i = 0; i < SUMS * 4; i += WARP)
+            if (i + lane < SUMS * 4) all[i + lane] = make_float4(0, 0, 0, 0);
+        __syncwarp();  // zeros where the warp has nothing
+        float* sums = reinterpret_cast<float*>(all) + g;
         float low = 0.0f, high = 0.0f;
-        int group = run.first % GROUPS;
-        Biased::Columns x[STAGE_UNITS];
-        const auto flush = [&]() {
+        int unit = warp * STAGE_UNITS, group = block.first % GROUPS + unit;
+        const auto next_tile = [&]() {
             if (t == 0) sums[0] = low, sums[8] = high;
-            sums += TILE_ROWS;
             low = high = 0.0f;
+            sums += TILE_ROWS;
+            group -= GROUPS;
         };
-        for (int left = run.units; left > 0; left -= STAGE_UNITS) {
+        TOKEN::Columns x[STAGE_UNITS];
+        for (; unit < block.units; unit += TURN) {
+            while (group >= GROUPS) next_tile();
             barrier_wait(&shared.full[warp][slot], parity, fault, KERNEL_DOWN, layer);
             const uint8_t* const units = ring + slot * STAGE_BYTES;
             uint4 w[STAGE_UNITS][2];
             f16 scale[STAGE_UNITS][2];
 #pragma unroll
-            for (int u = 0; u < STAGE_UNITS; ++u) {  // the last stage's missing units are there as nothing that counts
-                const uint8_t* const unit = units + u * UNIT_BYTES;
-                w[u][0] = reinterpret_cast<const uint4*>(unit)[lane];
-                w[u][1] = reinterpret_cast<const uint4*>(unit)[WARP + lane];
-                scale[u][0] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g];
-                scale[u][1] = reinterpret_cast<const f16*>(unit + CODE_BYTES)[g + 8];
+            for (int u = 0; u < STAGE_UNITS; ++u) {  // the last turn's missing units are there as nothing that counts
+                const uint8_t* const at = units + u * UNIT_BYTES;
+                w[u][0] = reinterpret_cast<const uint4*>(at)[lane];
+                w[u][1] = reinterpret_cast<const uint4*>(at)[WARP + lane];
+                scale[u][0] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g];
+                scale[u][1] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g + 8];
+                x[u].load(token + (group + u) % GROUPS * TOKEN::GROUP_BYTES, lane);
             }
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
-            if (lane == 0) feed.send(shared, ring, warp);
+            if (lane == 0) feed.send(shared, ring, warp), feed.ask(shared, warp);
             if (++slot == STAGES) slot = 0, parity ^= 1;
             float2 c[STAGE_UNITS];
 #pragma unroll
-            for (int u = 0; u < STAGE_UNITS; ++u) {
-                const int of = group + u < GROUPS ? group + u : (group + u - GROUPS) % GROUPS;
-                c[u] = x[u].times(w[u], token + of * Biased::GROUP_BYTES, lane);
-            }
+            for (int u = 0; u < STAGE_UNITS; ++u) c[u] = x[u].times(w[u]);
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
-                if (u >= left) break;
+                if (unit + u >= block.units) break;
+                if (u > 0 && group + u == GROUPS) {
+                    next_tile();
+                }
                 low += f16_to_float(scale[u][0]) * c[u].x;
                 high += f16_to_float(scale[u][1]) * c[u].y;
-                if (++group == GROUPS) {
-                    group = 0;
-                    flush();
-                }
             }
+            group += TURN;
         }
-        if (group > 0 && run.units > 0) flush();
+        if (t == 0 && unit > warp * STAGE_UNITS) sums[0] = low, sums[8] = high;
     }
 };
 
-// A row's sum over the block's part of a tile, after a barrier behind multiply().
-template <int GROUPS>
-__device__ __forceinline__ float row_sum(const Shared& shared, int phase, int tile, int row) {
+// A row's sum over the block's part of a tile, which is its `tile`th, after a barrier behind multiply().
+__device__ __forceinline__ float row_sum(const Shared& shared, int tile, int row) {
+    const float* const sums = reinterpret_cast<const float*>(shared.sums) + tile * TILE_ROWS + row;
     float total = 0.0f;
-#pragma unroll 4
-    for (int w = 0; w < WARPS; ++w) {
-        const Run run = shared.runs[phase][w];
-        const int first = run.first / GROUPS;
-        if (run.units > 0 && tile >= first && tile <= (run.first + run.units - 1) / GROUPS)
-            total += shared.sums[w][tile - first][row];
-    }
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) total += sums[w * SUMS * TILE_ROWS];
     return total;
 }
 
 // The block's sums of the tiles that it has a part of, as pieces [PIECES][rows of the matrix].
 template <typename Split, bool FLAGGED>
-__device__ __forceinline__ void store_pieces(const Shared& shared, int phase, int rows, float scale, float* out, Fault* fault,
-                                             int kernel, int layer) {
+__device__ __forceinline__ void store_pieces(const Shared& shared, int rows, float scale, float* out, Fault* fault, int kernel,
+                                             int layer) {
     const Run block = shared_run<Split>();
     if (block.units == 0) return;
     const int first = block.first / Split::GROUPS, last = (block.first + block.units - 1) / Split::GROUPS;
     for (int i = threadIdx.x; i < (last - first + 1) * TILE_ROWS; i += THREADS) {
         const int tile = first + i / TILE_ROWS, row = i % TILE_ROWS;
         const int piece = int(blockIdx.x) - Split::block_of(tile * Split::GROUPS);
-        const float value = scale * row_sum<Split::GROUPS>(shared, phase, tile, row);
+        const float value = scale * row_sum(shared, tile - first, row);
         if (!is_finite(value)) report_fault(fault, FAULT_NOT_FINITE, kernel, layer);
         out[piece * rows + tile * TILE_ROWS + row] = FLAGGED ? ready_float(value) : value;
     }
@@ -304,7 +341,7 @@ struct Row {
             float normed[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) normed[j] = x[i][j] * inverse * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
-            Biased::store(token, column(i), normed, column(i) < padded(HIDDEN));
+            TOKEN::store(token, column(i), normed, column(i) < padded(HIDDEN));
         }
         __syncthreads();  // all of the token is there
     }
@@ -332,7 +369,7 @@ __device__ __forceinline__ void take_halves(uint8_t* token, const f16* from, Fau
         const int column = (i * THREADS + int(threadIdx.x)) * 8;
         const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
         const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-        Biased::store(token, column, eight, column < padded(K));
+        TOKEN::store(token, column, eight, column < padded(K));
     }
     __syncthreads();  // all of the token is there
 }
@@ -342,13 +379,13 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __e
 __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2ChainArgs& a) {
     const Run tiles = whole_tiles();
     for (int i = threadIdx.x; i < tiles.units * TILE_COLUMNS; i += THREADS) {
-        const int tile = tiles.first + i / TILE_COLUMNS, column = i % TILE_COLUMNS;
-        const float gate = row_sum<GROUPS_OF<HIDDEN>>(shared, GATE_UP, tile, column);
-        const float up = row_sum<GROUPS_OF<HIDDEN>>(shared, GATE_UP, tile, column + TILE_COLUMNS);
+        const int column = i % TILE_COLUMNS;
+        const float gate = row_sum(shared, i / TILE_COLUMNS, column);
+        const float up = row_sum(shared, i / TILE_COLUMNS, column + TILE_COLUMNS);
         const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
         const bool finite = (value & 0x7c00) != 0x7c00;
         if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer);
-        a.inner[tile * TILE_COLUMNS + column] = finite ? value : f16(0x7fff);
+        a.inner[tiles.first * TILE_COLUMNS + i] = finite ? value : f16(0x7fff);
     }
 }
 
@@ -357,25 +394,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP;
     uint8_t* const token = memory + TOKEN_AT;
-    Stream stream{shared, memory + warp * RING_BYTES, Feed{nullptr, 0, -1, 0}, 0, 0};
-    if (threadIdx.x % WARP == 0) {
-        const Run tiles = whole_tiles();
+    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, Place{warp * STAGE_UNITS, 0}, 0}, 0, 0};
+    if (threadIdx.x == 0) {
         const uint8_t* const matrices[4] = {a.o_weights, a.gate_up_weights, a.down_weights, a.qkv_weights};
-        const Run blocks[4] = {shared_run<OSplit>(),
-                               Run{tiles.first * GROUPS_OF<HIDDEN>, tiles.units * GROUPS_OF<HIDDEN>},
-                               shared_run<DownSplit>(), shared_run<QkvSplit>()};
+        const Run blocks[4] = {block_run<O_PROJ>(), block_run<GATE_UP>(), block_run<DOWN>(), block_run<QKV>()};
+        const uint8_t* const following[2] = {a.ahead_o_weights, a.ahead_gate_up_weights};
 #pragma unroll
-        for (int phase = 0; phase < PHASES; ++phase) {
-            const Run run = part_of(blocks[phase], warp, WARPS);
-            shared.runs[phase][warp] = run;
-            shared.from[phase][warp] = matrices[phase] + int64_t(run.first) * UNIT_BYTES;
+        for (int phase = 0; phase < ASKED; ++phase) {
+            const int of = phase < PHASES ? phase : phase - PHASES;
+            const uint8_t* const matrix = phase < PHASES ? matrices[of] : following[of];
+            shared.units[phase] = matrix != nullptr ? blocks[of].units : 0;
+            shared.from[phase] = matrix + int64_t(blocks[of].first) * UNIT_BYTES;
         }
+    }
+    if (threadIdx.x % WARP == 0) {
 #pragma unroll
         for (int slot = 0; slot < STAGES; ++slot) barrier_init(&shared.full[warp][slot], 1);
         barrier_init_fence();
-        for (int slot = 0; slot < STAGES; ++slot) stream.feed.send(shared, stream.ring, warp);
     }
-    __syncwarp();  // the warp's barriers and runs are there for its lanes
+    __syncthreads();  // the block's runs are there, and each warp's barriers for its lanes
+    if (threadIdx.x % WARP == 0) stream.feed.begin(shared, stream.ring, warp);
     Row row;
     row.load_norm(a.post_norm);
     row.load(a.residual);
@@ -387,16 +425,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
 
     take_halves<Q_WIDTH, false>(token, a.attended, a.fault, KERNEL_O_PROJ, a.layer);
     phase_resumed(O_PROJ);
-    stream.multiply<GROUPS_OF<Q_WIDTH>>(O_PROJ, token, a.fault, a.layer);
+    stream.multiply<O_PROJ, GROUPS_OF<Q_WIDTH>>(token, a.fault, a.layer);
     __syncthreads();  // every warp's sums are there, and none needs the token
-    store_pieces<OSplit, true>(shared, O_PROJ, HIDDEN, 1.0f, a.o_pieces, a.fault, KERNEL_O_PROJ, a.layer);
+    store_pieces<OSplit, true>(shared, HIDDEN, 1.0f, a.o_pieces, a.fault, KERNEL_O_PROJ, a.layer);
     phase_ended(O_PROJ);
 
     row.add<OSplit, O_PIECES>(a.o_pieces, a.fault, KERNEL_GATE_UP, a.layer);
     if (LAST) row.store(a.residual_out);
     row.normalise(token, shared.scratch);
     phase_resumed(GATE_UP);
-    stream.multiply<GROUPS_OF<HIDDEN>>(GATE_UP, token, a.fault, a.layer);
+    stream.multiply<GATE_UP, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
     __syncthreads();  // as above
     store_inner(shared, a);
     phase_ended(GATE_UP);
@@ -404,18 +442,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     if (!LAST) row.load_norm(a.next_norm);
     take_halves<INNER, true>(token, a.inner, a.fault, KERNEL_DOWN, a.layer);
     phase_resumed(DOWN);
-    stream.multiply<GROUPS_OF<INNER>>(DOWN, token, a.fault, a.layer);
+    stream.multiply<DOWN, GROUPS_OF<INNER>>(token, a.fault, a.layer);
     __syncthreads();  // as above
-    store_pieces<DownSplit, true>(shared, DOWN, HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault, KERNEL_DOWN, a.layer);
+    store_pieces<DownSplit, true>(shared, HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault, KERNEL_DOWN, a.layer);
     phase_ended(DOWN);
     if constexpr (!LAST) {
         row.add<DownSplit, DOWN_PIECES>(a.down_pieces, a.fault, KERNEL_QKV, a.layer);
         row.store(a.residual_out);
         row.normalise(token, shared.scratch);
         phase_resumed(QKV);
-        stream.multiply<GROUPS_OF<HIDDEN>>(QKV, token, a.fault, a.layer);
+        stream.multiply<QKV, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
         __syncthreads();  // as above
-        store_pieces<QkvSplit, false>(shared, QKV, QKV_ROWS, 1.0f, a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
+        store_pieces<QkvSplit, false>(shared, QKV_ROWS, 1.0f, a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
         phase_ended(QKV);
     }
 }
