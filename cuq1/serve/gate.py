@@ -50,7 +50,7 @@ class Gate:
         left = False
         try:
             await self._serve(scope, receive, noting, lambda: status)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             left = True
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
@@ -67,7 +67,7 @@ class Gate:
             await self._app(scope, self._bounded(receive, headers), send)
         except ApiError as error:
             refusal = error
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             raise
         except Exception as error:
             log.error("defect in %s: %s", scope["path"] if scope["path"] in self._paths else "other", where(error))
