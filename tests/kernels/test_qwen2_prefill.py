@@ -194,9 +194,9 @@ BROKEN = {
     "attention garbage": (
         lambda g, p: check_attention(g, NARROW, 65, 0, None, p), "+ row <= high ? 16", "+ row <= high + 1 ? 16"
     ),
-    "attention does not wait for its copies": (
-        lambda g, p: check_attention(g, NARROW, 65, 70, False, p), "copy_async_wait<0>();\n        // Every",
-        "copy_async_wait<1>();\n        // Every",
+    "attention reads the stage that is being filled": (
+        lambda g, p: check_attention(g, NARROW, 65, 70, False, p), "shared + tile % STAGES * (2 * TILE_BYTES), key",
+        "shared + (tile + 1) % STAGES * (2 * TILE_BYTES), key",
     ),
     "attention joined": (
         lambda g, p: check_attention(g, NARROW, 15, 700, True, p), "weights[w] * sums", "sums"
