@@ -16,7 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from cuq1.cuda import compile as jit
-from cuq1.cuda.abi import BandwidthArgs, Qwen2GateUpArgs, Qwen2HeadArgs, Qwen2ProjectionArgs, Qwen2QkvArgs
+from cuq1.cuda.abi import (
+    BandwidthArgs,
+    Qwen2ChainArgs,
+    Qwen2GateUpArgs,
+    Qwen2HeadArgs,
+    Qwen2ProjectionArgs,
+    Qwen2QkvArgs,
+)
 from cuq1.cuda.kernels import qwen2_gemv
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.qwen2_dims import UNIT_BYTES, Qwen2Dims, matrix_bytes, padded, pieces
@@ -73,7 +80,7 @@ class Layers:
             "lm_head": matrix_bytes(dims.vocab, dims.hidden),
         }
         self.layer_bytes = sum(self.sizes.values()) - self.sizes["lm_head"]
-        self.count = max(4, min(28, BYTES // self.layer_bytes))
+        self.count = max(4, min(28, BYTES // self.layer_bytes)) // 2 * 2
         k = {"down": dims.inner, "o_proj": dims.q_width}
         self.weights = [
             {
@@ -94,6 +101,12 @@ class Layers:
             "inner": gpu.cupy.zeros(padded(dims.inner), np.float16),
             "logits": gpu.cupy.zeros(dims.vocab, np.float32),
         }
+        # What a chain's blocks poll for, twice: o_proj's pieces, down's, and inner, which is as many halves.
+        sizes = [self.zeros["o"].nbytes, self.zeros["down"].nbytes, self.zeros["inner"].nbytes]
+        self.handed_words = sum(sizes) // 4
+        self._unready = gpu.array(np.full((2, self.handed_words), 0xFFFFFFFF, np.uint32))
+        starts = (self._unready[i].data.ptr for i in range(2))
+        self.handed = [(start, start + sizes[0], start + sizes[0] + sizes[1]) for start in starts]
         self.attended = gpu.array(rng.standard_normal(padded(dims.q_width)).astype(np.float16))
         self.out = gpu.cupy.zeros(4096, np.uint32)
 
@@ -128,6 +141,25 @@ class Layers:
             if "down" in names:
                 args = Qwen2ProjectionArgs(**head, **{"in": z["inner"]}, weights=w["down"], out=z["down"], scale=16.0)
                 calls.append((kernels["down"], args))
+        return calls
+
+    def chained(self, kernel, attention, pause=0):
+        """(kernel, args) of all layers as launches of attention and the chain behind it."""
+        fault, calls = self.gpu.fault.address, []
+        for layer, weights in enumerate(self.weights):
+            following = self.weights[(layer + 1) % self.count]
+            o, down, inner = self.handed[layer % 2]
+            calls.append((attention, BandwidthArgs(self.zeros["qkv"].data.ptr, self.out.data.ptr, pause)))
+            args = Qwen2ChainArgs(
+                fault=fault, layer=layer, rows=1, attended=self.attended.data.ptr,
+                o_weights=weights["o_proj"].data.ptr, gate_up_weights=weights["gate_up"].data.ptr,
+                down_weights=weights["down"].data.ptr, qkv_weights=following["qkv"].data.ptr,
+                post_norm=self.norm.data.ptr, next_norm=self.norm.data.ptr,
+                residual=self.residual[layer % 2].data.ptr, residual_out=self.residual[1 - layer % 2].data.ptr,
+                o_pieces=o, down_pieces=down, inner=inner, qkv_pieces=self.zeros["qkv"].data.ptr,
+                unready=self.handed[1 - layer % 2][0], unready_pieces=self.handed_words // 4,
+            )  # fmt: skip
+            calls.append((kernel, args))
         return calls
 
     def heads(self, kernels):

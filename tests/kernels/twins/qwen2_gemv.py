@@ -42,11 +42,11 @@ def written(rows, k, blocks):
 
 
 def entry(residual, pieces, norm, eps):
-    """x float64 [hidden] = residual + the sum of pieces [n, hidden] or None; and rms(x, norm) as float16 [hidden]."""
+    """x float64 [hidden] = residual + the sum of pieces [n, hidden] or None; and rms(x, norm) float64 [hidden]."""
     x = residual.astype(np.float64)
     if pieces is not None:
         x = x + np.where(np.isnan(pieces), 0, pieces).astype(np.float64).sum(axis=0)
-    return x, (x / np.sqrt((x * x).mean() + eps) * norm.astype(np.float64)).astype(np.float16)
+    return x, x / np.sqrt((x * x).mean() + eps) * norm.astype(np.float64)
 
 
 def gate_up(gate, up):
