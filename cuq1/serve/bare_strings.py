@@ -39,9 +39,9 @@ def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
         parts.append(_literals([schema["const"]]))
     if isinstance(schema.get("pattern"), str):
         parts.append(_pattern(schema["pattern"]))
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least, most = _length(schema.get("minLength", 0)), _length(schema.get("maxLength"))
     if least or most is not None:
-        parts.append(f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/")
+        parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
     if "$ref" in schema:
         parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
     parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]
@@ -71,6 +71,12 @@ def resolve(reference: Any, root: Any) -> Any:
         else:
             raise UnsupportedError(f"the reference {reference!r} leads nowhere: correct it")
     return target
+
+
+def _length(value: Any) -> int | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**31):
+        return None if value is None else int(value)
+    raise UnsupportedError(f"a length of {value!r} cannot be: give a number of characters")
 
 
 def _listed(value: Any) -> list[Any]:

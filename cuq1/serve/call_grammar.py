@@ -175,6 +175,8 @@ class _Writer:
 
     def _value(self, name: str, root: Mapping[str, Any], schema: Any, types: frozenset[str]) -> str:
         """What stands between a value's tags."""
+        if schema is not True and not isinstance(schema, Mapping):
+            raise UnsupportedError("no value fits its schema" if schema is False else "its schema is no object")
         if types == ANY_TYPE:
             plain = schema is True or (isinstance(schema, Mapping) and schema.keys() <= _ANNOTATIONS)
             return "TEXT" if plain else self._json(name.lower(), schema, ANY_TYPE, root)

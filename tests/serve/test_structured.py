@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from cuq1.errors import RequestError
+from cuq1.errors import RequestError, TextError
 from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MaskPath
 from cuq1.serve.grammar_mask import GrammarMask, Phase
@@ -393,6 +393,67 @@ def test_schemas_that_are_refused(name):
     assert (found.value.kind, found.value.param) == ("invalid", "text.format")
     assert "\n" not in found.value.message
     assert time.monotonic() - begun < 5
+
+
+def spoiled(rng, value):
+    """A copy in which something, anywhere, is something else."""
+    wrong = [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2.5,
+        1e300,
+        "",
+        "string",
+        "^(",
+        "#/$defs/x",
+        [],
+        [1, "a"],
+        {},
+        {"type": "string"},
+        [[]],
+    ]
+    if rng.random() < 0.15 or not isinstance(value, dict | list):
+        return rng.choice(wrong) if rng.random() < 0.5 else value
+    if isinstance(value, list):
+        return [spoiled(rng, item) for item in value]
+    out = {key: spoiled(rng, item) for key, item in value.items()}
+    if rng.random() < 0.3:
+        out[rng.choice(KEYWORDS)] = rng.choice(wrong)
+    return out
+
+
+KEYWORDS = (
+    "type", "enum", "const", "pattern", "minLength", "maxLength", "minItems", "maxItems", "items", "prefixItems",
+    "properties", "required", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "$ref", "$defs", "format",
+    "minimum", "maximum", "multipleOf", "x-guidance", "patternProperties", "minProperties", "$schema", "$id",
+)  # fmt: skip
+
+
+def test_spoiled_schemas_are_refused_in_a_sentence_or_followed():
+    """Whatever is sent as a schema, nothing else than a refusal comes of it."""
+    rng, sentences, followed = random.Random(SEED), [], 0
+    for _ in range(400):
+        schema = spoiled(rng, answer_schema(rng))
+        calls = rng.random() < 0.7
+        try:
+            if calls:
+                function = {"name": "go", "parameters": schema, "strict": rng.random() < 0.5}
+                tools = check_tools([{"type": "function", "function": function}])
+                constraint = GRAMMARS.constraint(tools=tools, choice="required")
+            else:
+                constraint = GRAMMARS.constraint(schema=schema)
+            mask = constraint.mask(False)
+            for _ in range(5):
+                mask.push(pick(mask.allowed(), rng))
+            followed += 1
+        except (ApiError, TextError, RequestError) as error:
+            sentences.append(str(error))
+    assert not [text for text in sentences if "\n" in text]
+    assert len(sentences) > 20
+    assert followed > 20
 
 
 @pytest.mark.parametrize("choice", ["required", {"name": "gone"}])
