@@ -6,7 +6,7 @@ before and after them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from cuq1.errors import DeviceError
 from cuq1.models import q1
 from cuq1.plan.dims import HEAD_DIM, ROWS
 from cuq1.plan.qwen2_dims import PAGE
-
-if TYPE_CHECKING:
-    from cuq1.cuda.device_engine import DeviceEngine
 
 RESERVE = 256 << 20  # bytes of the GPU that are left to whoever else needs some
 SLAB = 256 << 20  # of pinned memory, which is slow to take
@@ -105,11 +102,17 @@ class Marks:
     draft_end: int
 
 
+class Marked(Protocol):
+    """An engine."""
+
+    marks: Marks
+
+
 @dataclass
 class DeviceSaver:
     """cuq1.snapshots.Saver of a GPU engine. first, second: bytes of the GPU and of pinned memory."""
 
-    engine: "DeviceEngine"
+    engine: Marked
     runtime: Runtime
     first: int
     second: int
@@ -302,7 +305,7 @@ class PageSaver(DeviceSaver):
         return table
 
 
-def saver_of(engine: "DeviceEngine", runtime: Runtime, first: int, second: int) -> DeviceSaver:
+def saver_of(engine: Marked, runtime: Runtime, first: int, second: int) -> DeviceSaver:
     """The saver for an engine's kind of caches."""
     kind = PageSaver if "page_table" in runtime.sizes else RowSaver
     return kind(engine, runtime, first, second)
