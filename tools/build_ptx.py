@@ -36,8 +36,8 @@ def qwen2_kernels(path: Path) -> list[Kernel]:
     """Every kernel that a Qwen2 model launches: a token in any context, prompts, scoring, either logits' matrix."""
     config = open_qwen2(path).config if is_nanoqwen(path) else load_qwen2_config(path)
     found: dict[Kernel, None] = {}
-    for int4_head in (False, True):
-        model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head))
+    for int4_head, chained in product((False, True), (False, True)):  # not every GPU has room for chains
+        model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), chained=chained)
         own = plans_of(model)
         plans = [loop.round_of(model, 1, 0, short=short) for short in (False, True)]
         plans += [loop.first_of(model, 0), own.logits_of(), qwen2_prefill.chunk_plan(model, prefill.Chunk(0, 1))]

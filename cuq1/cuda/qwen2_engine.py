@@ -46,7 +46,7 @@ class Qwen2CudaEngine(DeviceEngine):
         loop: LoopKind = "device",
         timeout: float = TIMEOUT,
         defines: Mapping[str, Defines] | None = None,
-        chained: bool = False,
+        chained: bool = True,
         say: Callable[[str], None] = _say,
     ) -> None:
         super().__init__()

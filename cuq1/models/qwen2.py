@@ -57,7 +57,7 @@ class Model:
     config: Qwen2Config
     weights: Weights
     capacity: int
-    chained: bool = False
+    chained: bool = True
 
     draft = None
 
@@ -120,7 +120,7 @@ def resolve(
     *,
     capacity: int | None = None,
     sms: int = MULTIPROCESSORS,
-    chained: bool = False,
+    chained: bool = True,
 ) -> Model:
     """capacity: positions, the whole context where it is None; caches are of whole pages. sms: the GPU's
     multiprocessors; chained: as in Model, where there are enough of these."""

@@ -29,7 +29,7 @@ SMALL = TINY[0]  # heads of 64, widths off the group, tied
 
 
 def cuda(path, **options):
-    return Qwen2CudaEngine(open_qwen2(path), **{"chained": True, **options})
+    return Qwen2CudaEngine(open_qwen2(path), **options)
 
 
 @pytest.fixture(scope="module")

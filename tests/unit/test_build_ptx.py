@@ -53,8 +53,8 @@ def test_what_a_qwen2_model_launches_is_compiled_ahead(tmp_path, name):
     config = parse_qwen2(raw)
     needed = set()
     for int4_head in (False, True):
-        for capacity in (100, 4000):
-            model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), capacity=capacity)
+        for sms in (114, 132):
+            model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), capacity=4000, sms=sms)
             plans = [qwen2_decode.target_of(model, short=True), loop.round_of(model, 1, 0, short=False)]
             plans += [loop.first_of(model, 0), qwen2_prefill.chunk_plan(model, prefill.Chunk(64, 33))]
             plans += [qwen2_prefill.steps_plan(model, qwen2_prefill.logits_steps(model), prefill.Chunk(3, 1))]
