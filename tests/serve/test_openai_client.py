@@ -2,10 +2,15 @@
 
 import json
 
+import httpx
 import openai
 import pytest
 
-from tests.serve.running import post
+from cuq1.engine import open_engine
+from cuq1.serve.settings import Settings
+from tests.paths import NANO
+from tests.serve.running import nano_service, post, serving
+from tests.serve.watched import Watched
 
 RUN = {
     "type": "function",
@@ -257,3 +262,36 @@ def test_a_prompt_beyond_the_context_is_refused(client, service):
         client.completions.create(model="m", prompt=[5] * service.context)
     assert refused.value.body["code"] == "context_length_exceeded"
     assert str(service.context) in refused.value.body["message"]
+
+
+def test_a_wrong_key_and_a_full_queue_are_what_the_client_knows(service, monkeypatch):
+    with serving(service, Settings(api_key="the key")) as url:
+        given = {"base_url": f"{url}/v1", "max_retries": 0}
+        with pytest.raises(openai.AuthenticationError) as refused:
+            ask(openai.OpenAI(api_key="another", **given))
+        assert refused.value.code == "invalid_api_key"
+        right = openai.OpenAI(api_key="the key", **given)
+        monkeypatch.setattr(service, "max_queue", -1)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as busy:
+                ask(right, stream=stream)
+            assert busy.value.status_code == 503
+            assert busy.value.response.headers["retry-after"]
+        monkeypatch.undo()
+        assert ask(right, max_tokens=1).choices
+
+
+def test_an_engine_that_fails_in_the_stream_is_an_error_of_the_stream():
+    engine = Watched(open_engine(NANO, "cpu"))
+    service = nano_service(lambda: engine, restarts=0)
+    with serving(service) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        chunks = iter(ask(client, stream=True, max_tokens=500))
+        next(chunks)
+        engine.failure = OSError("a device that is gone, with a prompt in its words")
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(chunks)
+        with pytest.raises(openai.InternalServerError):
+            ask(client)
+        assert httpx.get(f"{url}/health").status_code == 503
+    assert service.close(timeout=30)
