@@ -11,6 +11,7 @@ from cuq1.cuda import abi
 from cuq1.cuda.engine import CudaEngine
 from cuq1.parallel.follow import Leader, follow
 from cuq1.sampling import DecodeParams
+from tests.masks import Walk
 from tests.paths import NANO
 from tools.bench import nano
 
@@ -100,6 +101,34 @@ def rewound(leader):
         leader.prefill(prompts[3], chunk=chunk)
         pieces.append(flat(leader.decode(DecodeParams(temperature=0, max_tokens=20))))
     return {"slow": first[0] == first[1], "resumed": resumed, "pieces": pieces[0] == pieces[1]}
+
+
+def masked_and_remembered(meeting):
+    """Rank 0's mask, and conversations that take turns, with memory for snapshots that is short, or is not."""
+
+    def act(leader):
+        prompts = nano()[2](3, 9)
+        free = True
+        for salt, ids in enumerate(prompts):
+            mask = Walk(leader.vocab_size, salt)
+            leader.prefill(ids)
+            params = DecodeParams(temperature=float(salt > 0), top_k=20, seed=salt, max_tokens=60, logprobs=2)
+            for step in leader.decode(params, mask=mask):
+                free &= tuple(mask.tokens) == leader.tokens[len(ids) :]  # and Walk takes only what it allows
+                free &= len(step.logprobs) == len(step)
+        kept, same = [], True
+        for size in (1 << 30, 4 << 20):
+            leader.keep_snapshots(size, 1 << 28)
+            said: dict[int, list[int]] = {}
+            for number in range(12):
+                ids = [20 + number % 3] * 400 + prompts[number % 3][:20]
+                kept.append(leader.prefill(ids))
+                leader.remember()
+                answer = flat(leader.decode(DecodeParams(temperature=1.0, top_k=20, seed=number % 3, max_tokens=90)))
+                same &= said.setdefault(number % 3, answer) == answer
+        return free, same, kept
+
+    return on_ranks(meeting, act, capacity=2048)
 
 
 def short(leader):

@@ -42,6 +42,15 @@ def test_ranks_stay_equal_through_conversations(two):
     assert found["resumed"] > 0
 
 
+def test_masks_and_snapshots_are_every_ranks(two):
+    first, second = two.call(engine_ranks.masked_and_remembered, timeout=100)
+    (free, same, kept), counts = first
+    assert free
+    assert same
+    assert min(kept[3:12]) > 400  # there was room for all of it
+    assert counts == second[1]
+
+
 @pytest.mark.parametrize(("number", "loop"), [(signal.SIGKILL, "device"), (signal.SIGSTOP, "host")])
 def test_a_lost_rank_ends_the_request_and_the_next_run_starts_at_once(two, tmp_path, number, loop):
     with two.started(*two.command(engine_ranks.endless, str(tmp_path), loop)) as launcher:
