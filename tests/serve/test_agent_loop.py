@@ -263,6 +263,42 @@ def test_answers_are_the_same_without_reuse(service, base_url, tmp_path, interfa
     assert not any(cached for *_, cached in again)
 
 
+class Interrupted(Messages):
+    """An agent that asks for a title on another connection whenever it has been answered."""
+
+    def ask(self, choice):
+        answer = super().ask(choice)
+        self.client.messages.create(
+            model="a-smaller-one",
+            system=[{"type": "text", "text": "Write a title."}],
+            messages=[{"role": "user", "content": STEPS[0]}],
+            max_tokens=8,
+        )
+        return answer
+
+
+def test_a_second_request_takes_nothing_from_the_conversation(base_url, tmp_path):
+    alone = run(Messages(base_url), Tools(tmp_path), STEPS[:2])
+    shutil.rmtree(tmp_path / "src")
+    service = nano_service(snapshots=(1 << 28, 0))
+    try:
+        with serving(service) as url, noting(service) as (prompts, held):
+            turns = run(Interrupted(url), Tools(tmp_path), STEPS[:2])
+    finally:
+        assert service.close(drain=False, timeout=30)
+    assert [said(turn) for turn in turns] == [said(turn) for turn in alone]
+    assert len(prompts) == 2 * len(turns)
+    for i, (*_, cached) in enumerate(turns):
+        if i:  # what is kept is the end of the last prompt: what was answered is computed again
+            shared = common(held[2 * i - 2], prompts[2 * i])
+            assert len(prompts[2 * i - 2]) - 1 <= cached <= shared
+    # The control: where no snapshots are kept, hardly anything is left.
+    shutil.rmtree(tmp_path / "src")
+    without = run(Interrupted(base_url), Tools(tmp_path), STEPS[:1])
+    assert [said(turn) for turn in without] == [said(turn) for turn in alone[:2]]
+    assert all(cached < 50 for *_, cached in without[1:])
+
+
 class Forgetful:
     """An engine that holds nothing from one request to the next."""
 
