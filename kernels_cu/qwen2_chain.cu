@@ -79,11 +79,17 @@ __device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int SUMS = larger(larger(touched(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS), ceil_div(GATE_UP_TILES, GEMV_BLOCKS)),
                             larger(touched(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS),
                                    touched(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)));
+// As SUMS, of one phase.
+template <int PHASE>
+constexpr int SUMS_OF = PHASE == O_PROJ   ? touched(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS)
+                        : PHASE == DOWN   ? touched(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS)
+                        : PHASE == QKV    ? touched(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)
+                                          : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
 constexpr int TURN = WARPS * STAGE_UNITS;  // units that the warps take together
 
 struct Shared {
     float4 sums[WARPS][SUMS][TILE_ROWS / 4];  // each warp's, of the block's tiles
-    float scratch[WARPS];
+    float squares[WARPS];         // sums of each warp's columns
     const uint8_t* from[ASKED];  // the block's units of each phase
     int units[ASKED];
     uint64_t full[WARPS][STAGES];
@@ -106,35 +112,33 @@ struct Place {
     }
 };
 
-// What sends a warp's copies, in the order in which they are used, and asks L2 for those AHEAD of them. One lane.
+// What sends a warp's copies, in the order in which they are used. One lane.
 struct Feed {
-    Place place, ahead;
+    Place place;
     int slot;
 
     __device__ __forceinline__ void send(Shared& shared, uint8_t* ring, int warp) {
         if (place.settle(shared, PHASES, warp)) {
             const int bytes = place.bytes(shared);
             barrier_expect(&shared.full[warp][slot], bytes);
-            bulk_load(ring + slot * STAGE_BYTES, place.at(shared), bytes, &shared.full[warp][slot]);
+            // a weight is read once: what L2 has of the token and the caches is to stay
+            bulk_load(ring + slot * STAGE_BYTES, place.at(shared), bytes, &shared.full[warp][slot], evict_first());
             place.next += TURN;
             if (++slot == STAGES) slot = 0;
         }
     }
 
-    __device__ __forceinline__ void ask(const Shared& shared, int warp) {
-        if (AHEAD > 0 && ahead.settle(shared, ASKED, warp)) {
-            bulk_prefetch(ahead.at(shared), ahead.bytes(shared));
-            ahead.next += TURN;
-        }
-    }
-
-    // The ring, and what the launch before has asked L2 for.
     __device__ __forceinline__ void begin(Shared& shared, uint8_t* ring, int warp) {
         for (int i = 0; i < STAGES; ++i) send(shared, ring, warp);
-        for (int i = 0; i < STAGES + AHEAD; ++i)
-            if (ahead.settle(shared, ASKED, warp)) ahead.next += TURN;
     }
 };
+
+// Asks L2 for the first AHEAD stages of each warp's units of the next launch, which memory has time for until then.
+__device__ __forceinline__ void ask_ahead(const Shared& shared, int warp) {
+    Place place{warp * STAGE_UNITS, PHASES};
+    for (int i = 0; i < AHEAD && place.settle(shared, ASKED, warp); ++i, place.next += TURN)
+        bulk_prefetch(place.at(shared), place.bytes(shared));
+}
 
 // The warps' parts of a phase times the token, into their sums. They take the block's units in turns, so that what a block
 // asks of memory at a time lies together: runs of their own, some tens of kilobytes apart, cost a sixth of the bandwidth.
@@ -151,8 +155,8 @@ struct Stream {
         const Run block = block_run<PHASE>();
         float4* const all = shared.sums[warp][0];
 #pragma unroll
-        for (int i = 0; i < SUMS * 4; i += WARP)
-            if (i + lane < SUMS * 4) all[i + lane] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < SUMS_OF<PHASE> * 4; i += WARP)
+            if (i + lane < SUMS_OF<PHASE> * 4) all[i + lane] = make_float4(0, 0, 0, 0);
         __syncwarp();  // zeros where the warp has nothing
         float* sums = reinterpret_cast<float*>(all) + g;
         float low = 0.0f, high = 0.0f;
@@ -181,7 +185,7 @@ struct Stream {
             }
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
-            if (lane == 0) feed.send(shared, ring, warp), feed.ask(shared, warp);
+            if (lane == 0) feed.send(shared, ring, warp);
             if (++slot == STAGES) slot = 0, parity ^= 1;
             float2 c[STAGE_UNITS];
 #pragma unroll
@@ -275,22 +279,29 @@ struct Row {
     template <typename Split, int COUNT>
     __device__ __forceinline__ void add(const float* pieces, Fault* fault, int kernel, int layer) {
         uint4 part[EIGHTS][COUNT][2];
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const int there = column(i) < HIDDEN ? Split::of_row(column(i)) : 0;
+#pragma unroll
+            for (int p = 0; p < COUNT; ++p) {
+                const uint32_t word = p < there ? NOT_READY : 0;
+                part[i][p][0] = part[i][p][1] = make_uint4(word, word, word, word);
+            }
+        }
         bool ready;
         int count = 0;
-        do {
-            ready = true;
+        do {  // only what has not come is read again: all blocks poll, and L2 has others to serve
 #pragma unroll
             for (int i = 0; i < EIGHTS; ++i) {
-                const int there = column(i) < HIDDEN ? Split::of_row(column(i)) : 0;
 #pragma unroll
                 for (int p = 0; p < COUNT; ++p) {
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        part[i][p][half] = make_uint4(0, 0, 0, 0);
-                        if (p < there) part[i][p][half] = load_flagged_16(pieces + p * HIDDEN + column(i) + 4 * half);
-                    }
+                    for (int half = 0; half < 2; ++half)
+                        if (!floats_there(part[i][p][half]))
+                            part[i][p][half] = load_flagged_16(pieces + p * HIDDEN + column(i) + 4 * half);
                 }
             }
+            ready = true;
 #pragma unroll
             for (int i = 0; i < EIGHTS; ++i) {
 #pragma unroll
@@ -325,42 +336,52 @@ struct Row {
         }
     }
 
-    // rms(x, norm) as the token. Ends with a barrier of the block: it is there for all.
-    __device__ __forceinline__ void normalise(uint8_t* token, float* scratch) const {
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) squares += x[i][j] * x[i][j];
-        }
-        squares = block_sum<THREADS>(squares, scratch);
-        const float inverse = rsqrtf(squares * (1.0f / HIDDEN) + EPS);
+    // x * norm as the token, and the squares' sums: what makes it rms(x, norm) is the same factor for all columns, and
+    // multiplies results (inverse_rms). Ends with a barrier of the block: both are there for all.
+    __device__ __forceinline__ void enter(uint8_t* token, float* squares) const {
+        float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
             const float2 n[4] = {unpack_f16(norm[i].x), unpack_f16(norm[i].y), unpack_f16(norm[i].z), unpack_f16(norm[i].w)};
-            float normed[8];
+            float weighed[8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) normed[j] = x[i][j] * inverse * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
-            TOKEN::store(token, column(i), normed, column(i) < padded(HIDDEN));
+            for (int j = 0; j < 8; ++j) {
+                weighed[j] = x[i][j] * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
+                sum += x[i][j] * x[i][j];
+            }
+            TOKEN::store(token, column(i), weighed, column(i) < padded(HIDDEN));
         }
+        sum = warp_sum(sum);
+        if (threadIdx.x % WARP == 0) squares[threadIdx.x / WARP] = sum;
         __syncthreads();  // all of the token is there
     }
 };
+
+// Of the row that entered last, after a barrier behind that.
+__device__ __forceinline__ float inverse_rms(const float* squares) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += squares[w];
+    return rsqrtf(sum * (1.0f / HIDDEN) + EPS);
+}
 
 // Halves [padded(K)] as the token, as soon as they are there. Ends with a barrier of the block.
 template <int K, bool POLLED>
 __device__ __forceinline__ void take_halves(uint8_t* token, const f16* from, Fault* fault, int kernel, int layer) {
     constexpr int EIGHTS = (padded(K) / 8 + THREADS - 1) / THREADS;
     uint4 x[EIGHTS];
+#pragma unroll
+    for (int i = 0; i < EIGHTS; ++i) {
+        const uint32_t word = (i * THREADS + int(threadIdx.x)) * 8 < padded(K) ? NOT_READY : 0;
+        x[i] = make_uint4(word, word, word, word);
+    }
     bool ready;
     int count = 0;
     do {
-        ready = true;
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            const int column = (i * THREADS + int(threadIdx.x)) * 8;
-            x[i] = column < padded(K) ? load_flagged_16(from + column) : make_uint4(0, 0, 0, 0);
-        }
+        for (int i = 0; i < EIGHTS; ++i)
+            if (!halves_there(x[i])) x[i] = load_flagged_16(from + (i * THREADS + int(threadIdx.x)) * 8);
+        ready = true;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) ready = ready && (!POLLED || halves_there(x[i]));
     } while (poll_again(ready, count, fault, kernel, layer));
@@ -378,10 +399,11 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __e
 
 __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2ChainArgs& a) {
     const Run tiles = whole_tiles();
+    const float inverse = inverse_rms(shared.squares);
     for (int i = threadIdx.x; i < tiles.units * TILE_COLUMNS; i += THREADS) {
         const int column = i % TILE_COLUMNS;
-        const float gate = row_sum(shared, i / TILE_COLUMNS, column);
-        const float up = row_sum(shared, i / TILE_COLUMNS, column + TILE_COLUMNS);
+        const float gate = inverse * row_sum(shared, i / TILE_COLUMNS, column);
+        const float up = inverse * row_sum(shared, i / TILE_COLUMNS, column + TILE_COLUMNS);
         const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
         const bool finite = (value & 0x7c00) != 0x7c00;
         if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer);
@@ -394,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP;
     uint8_t* const token = memory + TOKEN_AT;
-    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, Place{warp * STAGE_UNITS, 0}, 0}, 0, 0};
+    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, 0}, 0, 0};
     if (threadIdx.x == 0) {
         const uint8_t* const matrices[4] = {a.o_weights, a.gate_up_weights, a.down_weights, a.qkv_weights};
         const Run blocks[4] = {block_run<O_PROJ>(), block_run<GATE_UP>(), block_run<DOWN>(), block_run<QKV>()};
@@ -432,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
 
     row.add<OSplit, O_PIECES>(a.o_pieces, a.fault, KERNEL_GATE_UP, a.layer);
     if (LAST) row.store(a.residual_out);
-    row.normalise(token, shared.scratch);
+    row.enter(token, shared.squares);
     phase_resumed(GATE_UP);
     stream.multiply<GATE_UP, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
     __syncthreads();  // as above
@@ -449,11 +471,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     if constexpr (!LAST) {
         row.add<DownSplit, DOWN_PIECES>(a.down_pieces, a.fault, KERNEL_QKV, a.layer);
         row.store(a.residual_out);
-        row.normalise(token, shared.scratch);
+        row.enter(token, shared.squares);
         phase_resumed(QKV);
+        if (AHEAD > 0 && threadIdx.x % WARP == 0) ask_ahead(shared, warp);  // not before: polls would wait behind it
         stream.multiply<QKV, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
         __syncthreads();  // as above
-        store_pieces<QkvSplit, false>(shared, QKV_ROWS, 1.0f, a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
+        store_pieces<QkvSplit, false>(shared, QKV_ROWS, inverse_rms(shared.squares), a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);
         phase_ended(QKV);
     }
 }
