@@ -111,6 +111,36 @@ def test_a_folder_gives_the_bytes_of_its_packed_file(models, name):
     assert not np.array_equal(ours[: len(ours) // 2], theirs[len(theirs) // 2 :][: len(ours) // 2])
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_a_folder_of_another_dtype_in_shards(tmp_path, dtype):
+    write_qwen2_checkpoint(tmp_path / "hf", qwen2_config(TINY[-1]), 6, 3, dtype)
+    pack(tmp_path / "hf", tmp_path / "m.nanoqwen")
+    ours, theirs = (filled(model)[1].data for model in (Qwen2Folder.open(tmp_path / "hf"), file_of(tmp_path)))
+    assert np.array_equal(ours, theirs)
+
+
+def file_of(folder):
+    return Nanoqwen.open(folder / "m.nanoqwen")
+
+
+def test_a_failure_while_loading_ends_it_once(models, monkeypatch):
+    """Whatever a thread raises comes out as it is, after the others have ended, and nothing more is copied."""
+    source = qwen2_source(packed(Nanoqwen.open(models(TINY[0])[1])))
+    arena = HostArena(source.layout)
+    good, tried = qwen2_load.int4_units, []
+
+    def units_of(matrices, tiles, out):
+        tried.append(tiles)
+        if len(tried) == 3:
+            raise OSError("the disk is gone")
+        return good(matrices, tiles, out)
+
+    monkeypatch.setattr(qwen2_load, "int4_units", units_of)
+    with pytest.raises(OSError, match="the disk is gone"):
+        load_qwen2(source, arena)
+    assert not arena.tensor("layers.1.down").any()
+
+
 @pytest.mark.parametrize("size", [1 << 12, 1 << 16])
 def test_pieces_of_any_size_give_the_same_bytes(models, monkeypatch, size):
     file = Nanoqwen.open(models(TINY[0])[1])
