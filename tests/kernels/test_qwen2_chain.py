@@ -11,7 +11,7 @@ from cuq1.cuda.repack import int4_units
 from cuq1.errors import DeviceError
 from cuq1.plan.qwen2_dims import padded, pieces
 from tests.kernels.qwen2_shapes import ALL, DIMS, SMALL
-from tests.kernels.test_qwen2_gemv import GATE_UP, SUM_TOLERANCE, Matrix, error, fresh, tolerance, total
+from tests.kernels.test_qwen2_gemv import Matrix, error, fresh, mlp, token_of, total
 from tests.kernels.twins import qwen2_gemv as twin
 from tests.paths import ROOT
 
@@ -76,27 +76,21 @@ class Chain:
     def check(self, kernel, patch=None, *, last=False, ready=False):
         """The largest error of any step, of what it may be."""
         dims, found = self.dims, self.run(kernel, patch, last=last, ready=ready)
-
-        def token(x):
-            return np.pad(x, (0, padded(len(x)) - len(x)))
-
-        errors = [0.0]
         attention = total(found.o, dims.hidden, dims.q_width)
-        errors.append(error(attention, self.o.times(self.attended)) / tolerance(kernel))
+        errors = [error(attention, self.o.times(self.attended), self.o.spread(kernel, self.attended))]
         x, normed = twin.entry(self.residual, attention[None], self.norms[0], dims.eps)
-        expected = twin.gate_up(self.gate.times(token(normed)), self.up.times(token(normed)))
-        rounding = np.abs(expected) / np.sqrt(np.square(expected).mean()) * 2.0**-11
-        errors.append(error(found.inner[: dims.inner], expected, rounding) / GATE_UP / tolerance(kernel))
+        errors.append(error(found.inner[: dims.inner], *mlp(kernel, self.gate, self.up, normed)))
         assert not found.inner[dims.inner :].any()
-        mlp = total(found.down, dims.hidden, dims.inner)
-        errors.append(error(mlp, 16 * self.down.times(found.inner)) / tolerance(kernel))
-        x, normed = (x, None) if last else twin.entry(x, mlp[None], self.norms[1], dims.eps)
-        errors.append(error(found.residual, x) / SUM_TOLERANCE)
+        added = total(found.down, dims.hidden, dims.inner)
+        errors.append(error(added, 16 * self.down.times(found.inner), 16 * self.down.spread(kernel, found.inner)))
+        x, normed = (x, None) if last else twin.entry(x, added[None], self.norms[1], dims.eps)
+        errors.append(error(found.residual, x))
         if last:
             assert np.isnan(found.qkv).all()
         else:
+            token = token_of(kernel, normed)
             heads = total(found.qkv, dims.qkv_rows, dims.hidden)
-            errors.append(error(heads, self.qkv.times(token(normed))) / tolerance(kernel))
+            errors.append(error(heads, self.qkv.times(token), self.qkv.spread(kernel, token)))
         assert (found.unready[: 4 * 1023] == 0xFFFFFFFF).all()
         assert (found.unready[4 * 1023 :] == 0x7F7F7F7F).all()
         return max(errors)

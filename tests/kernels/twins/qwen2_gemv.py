@@ -18,12 +18,19 @@ def values(words, scales, xp=np):
     return (codes * scales.astype(np.float64)[:, :, None]).reshape(len(words), -1)
 
 
-def product(words, scales, x, xp=np):
-    """float64 [rows] = W x of a token x [128 * groups]."""
+def product(words, scales, x, xp=np, power=1):
+    """float64 [rows] = W x of a token x [128 * groups]; power 2: of W's squares instead."""
     x = x.astype(np.float64)
     starts = range(0, len(words), ROWS)
-    parts = [(values(words[i : i + ROWS], scales[i : i + ROWS], xp) * x).sum(axis=1) for i in starts]
+    parts = [(values(words[i : i + ROWS], scales[i : i + ROWS], xp) ** power * x).sum(axis=1) for i in starts]
     return xp.concatenate(parts)
+
+
+def digit_variance(x):
+    """float64 [128 * groups]: variance of the error of a token's values as digits, uniform within a step of a group's
+    largest over 32,600."""
+    steps = np.abs(x.astype(np.float64)).reshape(-1, 128).max(axis=1) / 32600
+    return (steps * steps / 12).repeat(128)
 
 
 def block_ranges(units, blocks):
