@@ -128,8 +128,8 @@ struct Feed {
         }
     }
 
-    __device__ __forceinline__ void begin(Shared& shared, uint8_t* ring, int warp) {
-        for (int i = 0; i < STAGES; ++i) send(shared, ring, warp);
+    __device__ __forceinline__ void send_some(Shared& shared, uint8_t* ring, int warp, int count) {
+        for (int i = 0; i < count; ++i) send(shared, ring, warp);
     }
 };
 
@@ -148,6 +148,13 @@ struct Stream {
     Feed feed;
     int slot;
     uint32_t parity;
+    int owed;  // copies that wait until the block has its next token, whose loads they would delay
+
+    // One lane a warp, once the token is there.
+    __device__ __forceinline__ void pay() {
+        if (threadIdx.x % WARP == 0) feed.send_some(shared, ring, threadIdx.x / WARP, owed);
+        owed = 0;
+    }
 
     template <int PHASE, int GROUPS>
     __device__ __forceinline__ void multiply(const uint8_t* token, Fault* fault, int layer) {
@@ -185,7 +192,11 @@ struct Stream {
             }
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
-            if (lane == 0) feed.send(shared, ring, warp);
+            if (PHASE <= GATE_UP && DEFERRED > 0 && unit + DEFERRED * TURN >= block.units) {
+                ++owed;
+            } else if (lane == 0) {
+                feed.send(shared, ring, warp);
+            }
             if (++slot == STAGES) slot = 0, parity ^= 1;
             float2 c[STAGE_UNITS];
 #pragma unroll
@@ -416,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP;
     uint8_t* const token = memory + TOKEN_AT;
-    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, 0}, 0, 0};
+    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, 0}, 0, 0, STAGES - FIRST};
     if (threadIdx.x == 0) {
         const uint8_t* const matrices[4] = {a.o_weights, a.gate_up_weights, a.down_weights, a.qkv_weights};
         const Run blocks[4] = {block_run<O_PROJ>(), block_run<GATE_UP>(), block_run<DOWN>(), block_run<QKV>()};
@@ -435,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
         barrier_init_fence();
     }
     __syncthreads();  // the block's runs are there, and each warp's barriers for its lanes
-    if (threadIdx.x % WARP == 0) stream.feed.begin(shared, stream.ring, warp);
+    if (threadIdx.x % WARP == 0) stream.feed.send_some(shared, stream.ring, warp, FIRST);
     Row row;
     row.load_norm(a.post_norm);
     row.load(a.residual);
@@ -447,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
 
     take_halves<Q_WIDTH, false>(token, a.attended, a.fault, KERNEL_O_PROJ, a.layer);
     phase_resumed(O_PROJ);
+    stream.pay();
     stream.multiply<O_PROJ, GROUPS_OF<Q_WIDTH>>(token, a.fault, a.layer);
     __syncthreads();  // every warp's sums are there, and none needs the token
     store_pieces<OSplit, true>(shared, HIDDEN, 1.0f, a.o_pieces, a.fault, KERNEL_O_PROJ, a.layer);
@@ -456,6 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     if (LAST) row.store(a.residual_out);
     row.enter(token, shared.squares);
     phase_resumed(GATE_UP);
+    stream.pay();
     stream.multiply<GATE_UP, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
     __syncthreads();  // as above
     store_inner(shared, a);
@@ -464,6 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     if (!LAST) row.load_norm(a.next_norm);
     take_halves<INNER, true>(token, a.inner, a.fault, KERNEL_DOWN, a.layer);
     phase_resumed(DOWN);
+    stream.pay();
     stream.multiply<DOWN, GROUPS_OF<INNER>>(token, a.fault, a.layer);
     __syncthreads();  // as above
     store_pieces<DownSplit, true>(shared, HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault, KERNEL_DOWN, a.layer);

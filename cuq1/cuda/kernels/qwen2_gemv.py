@@ -52,7 +52,9 @@ DOWN = Ring(2, 5, AFTER_COPIES)
 WIDE_DOWN = Ring(2, 4, AFTER_COPIES)  # where the token takes more than 40 KB
 LM_HEAD = Ring(2, 8, AFTER_WAIT)
 CHAIN = Ring(2, 3, AFTER_WAIT, warps=16, digits=True)
-AHEAD = 0  # copies of a warp that L2 is asked for ahead of its ring
+AHEAD = 0  # copies of a warp of the next launch that L2 is asked for
+FIRST = 3  # copies of a warp's ring that are sent before the predecessor's end
+DEFERRED = 0  # copies of a warp that wait until the next phase's token is there
 
 
 def common(dims: Qwen2Dims) -> Defines:
@@ -103,12 +105,21 @@ def lm_head(dims: Qwen2Dims, ring: Ring = LM_HEAD) -> Kernel:
     return _kernel("head", "qwen2_lm_head", Qwen2HeadArgs, dims, ring, dims.hidden, blocks)
 
 
-def chain(dims: Qwen2Dims, ring: Ring = CHAIN, *, last: bool = False, ahead: int = AHEAD) -> Kernel:
+def chain(
+    dims: Qwen2Dims,
+    ring: Ring = CHAIN,
+    *,
+    last: bool = False,
+    ahead: int = AHEAD,
+    first: int = FIRST,
+    deferred: int = DEFERRED,
+) -> Kernel:
     """o_proj, gate_up, down and the next layer's qkv, or in the last layer none: as the kernels of these names.
 
     All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them.
     """
-    defines = (*common(dims), *ring.defines, ("LAST", int(last)), ("AHEAD", ahead))
+    own = (("LAST", int(last)), ("AHEAD", ahead), ("FIRST", first), ("DEFERRED", deferred))
+    defines = (*common(dims), *ring.defines, *own)
     widest = padded(max(dims.hidden, dims.q_width, dims.inner))
     smem = ring.nbytes + widest // GROUP * (2 * GROUP + 16)
     grid = (MULTIPROCESSORS, 1, 1)
