@@ -18,7 +18,7 @@ from cuq1.engine import Activations, Device, Engine, Loop, open_engine, usable_g
 from cuq1.errors import Cuq1Error, RequestError
 from cuq1.parallel.rendezvous import RANK, WORLD
 from cuq1.sampling import Allowed, DecodeStream
-from cuq1.serve.remote import SECRET, SOCKET, EngineOptions
+from cuq1.serve.remote import PROGRAM, SECRET, SOCKET, EngineOptions
 
 
 class _AskedMask:
@@ -122,8 +122,7 @@ def _run(text: str) -> int:
     if options.device == "cuda" and options.tp > 1 and not os.environ.get(WORLD):
         from cuq1.parallel.launch import Launch  # noqa: PLC0415  (few need it)
 
-        command = [sys.executable, "-m", "cuq1.serve.engine_process", text]
-        return Launch(command, options.tp, program="cuq1.serve").run()
+        return Launch([*PROGRAM, text], options.tp, program="cuq1.serve").run()
     if os.environ.get(RANK, "0") != "0":
         with _open(options, None):
             raise AssertionError("a rank that follows has no engine to call")
@@ -138,5 +137,10 @@ def _run(text: str) -> int:
     return 0
 
 
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    return guarded("cuq1.serve", lambda: _run(sys.argv[1]))
+
+
 if __name__ == "__main__":
-    sys.exit(guarded("cuq1.serve", lambda: _run(sys.argv[1])))
+    sys.exit(main())

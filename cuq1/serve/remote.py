@@ -29,6 +29,7 @@ from cuq1 import errors
 from cuq1.errors import Cuq1Error, DeviceError
 from cuq1.sampling import DecodeParams, DecodeStream, FinishReason, Mask, Round
 
+PROGRAM = (sys.executable, "-m", "cuq1.serve.engine_process")
 SOCKET, SECRET = "CUQ1_ENGINE_SOCKET", "CUQ1_ENGINE_SECRET"
 END_SECONDS = 10.0  # for a process to end by itself once its engine is closed
 
@@ -55,7 +56,7 @@ class RemoteEngine:
             address, secret = str(Path(folder) / "engine"), secrets.token_bytes(32)
             with Listener(address, "AF_UNIX", authkey=secret) as listener:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "cuq1.serve.engine_process", json.dumps(asdict(options))],
+                    [*PROGRAM, json.dumps(asdict(options))],
                     env=os.environ | {SOCKET: address, SECRET: secret.hex()},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # the terminal's Ctrl-C is the server's to act on

@@ -1,17 +1,23 @@
 """The engine in a process of its own: the same answers, the same errors, and what happens when the process dies."""
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cuq1.engine import open_engine
-from cuq1.errors import DeviceError, RequestError
+from cuq1.errors import DeviceError, LaunchError, RequestError
 from cuq1.sampling import DecodeParams
+from cuq1.serve import remote as remote_module
 from cuq1.serve.remote import EngineOptions, RemoteEngine
-from tests.paths import NANO
+from tests.paths import NANO, ROOT
+from tests.serve.fake_rank import PROGRAM
+from tests.serve.running import wait_for
+from tests.unit.fake_ranks import FakeEngine
 
 PROMPT = [5, 9, 200, 301, 77, 12]
 
@@ -132,3 +138,62 @@ def test_it_ends_with_the_server_and_not_by_signals():
     assert engine.prefill(PROMPT) == 0
     engine._connection.close()  # as when the server is killed
     assert engine.process.wait(20) == 0
+
+
+@pytest.fixture
+def ranks(monkeypatch, capfd):
+    """An engine of two ranks, and their process ids by rank."""
+    monkeypatch.setattr(remote_module, "PROGRAM", PROGRAM)
+    monkeypatch.chdir(ROOT)
+    engine = RemoteEngine(EngineOptions(str(NANO), "cuda", tp=2))
+    said = ""
+
+    def told():
+        nonlocal said
+        said += capfd.readouterr().err
+        return said.count(" is ") >= 2
+
+    wait_for(told)
+    yield engine, {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is (\d+)", said)}
+    engine.close()
+
+
+def test_ranks_answer_as_one(ranks):
+    engine, pids = ranks
+    alone = FakeEngine(0, 1)
+    for one in (engine, alone):
+        assert one.prefill([1, 2, 3]) == 0
+        one.keep_snapshots(1000, 0)
+        one.remember("a")
+    params = DecodeParams(max_tokens=12, seed=4)
+    expected = list(alone.decode(params))
+    assert list(engine.decode(params)) == expected
+    stream = engine.decode(params)
+    next(stream)
+    stream.close()
+    assert engine.prefill([*engine.tokens, 9]) > 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(engine.process.pid, number)  # the server's to act on, here too
+    time.sleep(0.2)
+    assert len(list(engine.decode(params))) == 12
+    engine.close()
+    assert engine.process.returncode == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_engine(ranks, victim):
+    engine, pids = ranks
+    ended = []
+    engine.watch(lambda: ended.append(time.monotonic()))
+    engine.prefill([1, 2, 3])
+    stream = engine.decode(DecodeParams(max_tokens=100000, seed=4))
+    next(stream)
+    begun = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    with pytest.raises((DeviceError, LaunchError), match="ended"):
+        list(stream)
+    wait_for(lambda: ended)
+    assert time.monotonic() - begun < 15
+    engine.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
