@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
+from cuq1.cuda.driver import require_devices
 from cuq1.description import Description
 from cuq1.engine import Device, check_qwen2, has_gpus
 from cuq1.serve.app import create_app
@@ -109,6 +110,8 @@ def pick_device(options: argparse.Namespace, model: Description) -> Device:
     else:
         model.check_ranks(options.tp)
     given: Device = options.device
+    if given == "cuda" and options.tp > 1:
+        require_devices(options.tp)
     if given != "auto" or options.tp == 1:
         return given  # one device is for the engine's process to pick: to look for it is to open it
     return "cuda" if has_gpus(options.tp) else "cpu"

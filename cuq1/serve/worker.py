@@ -154,8 +154,7 @@ class Worker:
         try:
             self._enter("ready", self._open_engine())
         except Exception as error:
-            self.error = error
-            self._set("failed")
+            self.error, self.state = error, "failed"  # which `start` raises
             self._opened.set()
             return
         self._opened.set()

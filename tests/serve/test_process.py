@@ -73,6 +73,20 @@ def test_bad_options_are_one_sentence(options, word):
     assert word in refused(*options)
 
 
+@pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda", "--tp", "2"), ("--activations", "fp8")])
+def test_a_device_that_is_not_there(options):
+    """The engine's process finds out, and the server says it, once."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "cuq1.serve", "--port", "0", *options]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 2
+    *told, line = done.stderr.splitlines()
+    assert re.match("cuq1.serve: .*cuda", line)
+    assert all("loading" in other for other in told)
+
+
 def test_a_port_that_is_taken():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
