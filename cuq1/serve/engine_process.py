@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from typing import Any, cast
@@ -14,8 +15,9 @@ from typing import Any, cast
 import numpy as np
 
 from cuq1.cli import guarded
+from cuq1.cuda.driver import open_device
 from cuq1.engine import Activations, Device, Engine, Loop, open_engine, usable_gpu
-from cuq1.errors import Cuq1Error, RequestError
+from cuq1.errors import Cuq1Error, DeviceError, RequestError
 from cuq1.parallel.rendezvous import RANK, WORLD
 from cuq1.sampling import Allowed, DecodeStream
 from cuq1.serve.remote import PROGRAM, SECRET, SOCKET, EngineOptions
@@ -52,6 +54,7 @@ def _serve(engine: Engine, connection: Connection, device: str) -> None:
         "vocab_size": engine.vocab_size,
         "context": engine.context,
         "device": device,
+        "device_name": _device_name(device),
         "memory": _memory(engine),
     }
     connection.send(("opened", opened))
@@ -83,6 +86,13 @@ def _serve(engine: Engine, connection: Connection, device: str) -> None:
             connection.send(("error", type(error).__name__, str(error)))
         else:
             connection.send(("result", result))
+
+
+def _device_name(device: str) -> str:
+    """As people know it."""
+    with suppress(DeviceError):
+        return open_device().name if device == "cuda" else device
+    return device
 
 
 def _memory(engine: Engine) -> int:

@@ -73,6 +73,7 @@ class RemoteEngine:
         self.vocab_size: int = opened["vocab_size"]
         self.context: int = opened["context"]
         self.device: str = opened["device"]
+        self.device_name: str = opened["device_name"]
         self.memory: int = opened["memory"]
         """Bytes, of the device where it has memory of its own."""
 

@@ -77,7 +77,7 @@ def serve(
     log.info(
         "model %s, device %s, memory %.2f GiB, context %d",
         name,
-        engine.device if options.tp == 1 else f"{options.tp} x {engine.device}",
+        engine.device_name if options.tp == 1 else f"{options.tp} x {engine.device_name}",
         engine.memory / 2**30,
         service.context,
     )
@@ -128,7 +128,7 @@ class Progress:
             sys.stderr.write(f"\rloading layers: {done}/{total}" if done < total else "\r\x1b[K")
             sys.stderr.flush()
         elif done == total or done / total >= self._said + 0.25:
-            self._said = done / total
+            self._said = done / total if done < total else 0.0
             log.info("loading layers: %d/%d", done, total)
 
 
