@@ -1,26 +1,29 @@
 // Decode attention of a Qwen2 layer over its paged KV cache: one token, all query heads of a KV head at once, so that
 // every key and value is read once.
 //     q, k, v = sums of the projection's pieces + bias, q and k turned by RoPE; k and v go to the page of the position as
-//     halves; o = sum_j 2^(s_j - M) v_j / sum_j 2^(s_j - M) over positions j up to this one, s = log2(e) q.k / sqrt(HEAD_SIZE).
+//     halves; o = sum_j 2^(s_j - M) v_j / sum_j 2^(s_j - M) over positions j up to this one,
+//     s = log2(e) q.k / sqrt(HEAD_SIZE).
 //
 // PRECOND  short form: grid (CLUSTER, KV_HEADS), cluster CLUSTER; long form: grid (splits, KV_HEADS), then combine. Block
-//          THREADS, SMEM bytes of dynamic shared memory. pieces, bias, pages 16-byte aligned. pieces and this position's entry of
-//          page_table may be the predecessors'; positions, entries of older positions and their K and V were written two
-//          launches ago at least, by older graphs.
+//          THREADS, SMEM bytes of dynamic shared memory. pieces, bias, pages 16-byte aligned. pieces and this position's
+//          entry of page_table may be the predecessors'; positions, entries of older positions and their K and V were
+//          written by older graphs.
 // READS    KV_HEADS * HEAD_SIZE * 4 bytes a position; pieces and biases in each block (from L2).
 // WRITES   K and V of the position; short form: attended; long form: partials, as abi_qwen2.cuh has them.
 //
-// Why so: pages are shared out evenly among a head's blocks, from the newest down, and come by bulk copies, one of keys and one
-// of values, whose rows are swizzled for ldmatrix (page_piece; a copy for each row took the copying warp 58 cycles). The
-// first STAGES pages of a block are on their way before the predecessor ends. Only rows of older positions are copied of the
-// tail page, which the last block has first of all; the token's own key and value are put behind them, and zeros behind
-// those, so nothing is read that no one has written. A stage's pages are all of one warp, so that it cannot mistake the
-// mbarrier's phase: pages come in any order, and a warp may be several ahead of another.
-// A page is the M of m16n8k16: 16 keys by HEAD_SIZE dimensions times 8 queries for the scores, then HEAD_SIZE dimensions by 16
-// keys times 8 queries' probabilities. A query is two halves, high part and low, so that scores are those of FP32 queries;
-// probabilities are halves. A warp has a page to itself, with a maximum of its own: warps meet once, at the end. Then
-// blocks of a cluster send each other their sums, each those of the dimensions that the receiver finishes, by st.async:
-// one trip instead of partials in memory and another launch.
+// Why so: pages are shared out evenly among a head's blocks, from the newest down, and come by bulk copies, one of keys and
+// one of values, whose rows are swizzled for ldmatrix (page_piece; a copy for each row took the copying warp 58 cycles).
+// The first STAGES pages of a block (EARLY_PAGES in the long form, where the pieces would wait behind more) are on their
+// way before the predecessor ends. Only rows of older positions are copied of the tail page, which the last block has first
+// of all; the token's own key and value are put behind them, and zeros behind those, so nothing is read that no one has
+// written. A stage's pages are all of one warp: pages arrive in any order and a warp may be several ahead of another, which
+// would else take an mbarrier's last phase for its next one.
+// A page is the M of m16n8k16: 16 keys by HEAD_SIZE dimensions times 8 queries for the scores, then HEAD_SIZE dimensions by
+// 16 keys times 8 queries' probabilities. A query is two halves, high part and low, so that scores are those of FP32
+// queries; probabilities are halves. A warp has a page to itself, with a maximum of its own: warps meet once, at the end.
+// Then blocks of a cluster send each other their sums, each those of the dimensions that the receiver finishes, by st.async:
+// one trip instead of partials in memory and another launch. Three launches are to share a multiprocessor, which is what
+// bounds registers and stages. What was measured: tools/decisions/018-qwen2-attention.md.
 #include "abi_qwen2.cuh"
 #include "common/attend.cuh"
 #include "common/cluster.cuh"
@@ -53,7 +56,7 @@ static_assert(GROUP >= 1 && GROUP <= QUERIES && KV_HEADS * GROUP == Q_HEADS, "a 
 static_assert(STAGES % WARPS == 0, "a stage is of one warp, whose sums lie in its last page's in the end");
 static_assert(PAGE_BYTES >= ITEMS * 16, "which has room for them");
 static_assert(ITEMS % CLUSTER == 0 && PART_ITEMS % 8 == 0, "a block finishes whole dimensions");
-static_assert(CLUSTER * STATISTICS <= CONSUMERS, "a thread sends one");
+static_assert(CLUSTER * STATISTICS <= THREADS, "a thread sends one");
 
 struct Stage {
     uint8_t k[PAGE_BYTES];
@@ -84,7 +87,7 @@ struct Share {
 
 __device__ __forceinline__ Share share_of(int position, int split, int splits) {
     const int pages = position / PAGE + 1;
-    const int begin = split * pages / splits, end = (split + 1) * pages / splits;  // below 2^31 for 16 M positions of 132 splits
+    const int begin = split * pages / splits, end = (split + 1) * pages / splits;  // no overflow below 200 M positions
     return {end - 1, end - begin, split == splits - 1 ? position % PAGE : PAGE};
 }
 
@@ -131,7 +134,8 @@ struct Producer {
 // A thread's part of q, k or v.
 struct Input {
     int head;  // of the KV head's queries, then k, then v; GROUP + 2 for none
-    int row;   // of the projection
+    const float* from;  // its first piece
+    int pieces[2];      // of the four dimensions there, and of those half a head on
     uint2 bias[2];
     float4 x[2];
 };
@@ -152,11 +156,16 @@ __device__ __forceinline__ Input input_of(const Qwen2AttentionArgs& a, int round
     Input in;
     const int item = round * THREADS + int(threadIdx.x), head = item / HEAD_THREADS, kv_head = blockIdx.y;
     in.head = head < GROUP + (tail ? 2 : 0) ? head : GROUP + 2;
-    in.row = (head < GROUP ? kv_head * GROUP + head : Q_HEADS + (head == GROUP ? 0 : KV_HEADS) + kv_head) * HEAD_SIZE +
-             item % HEAD_THREADS * 4;
-    if (in.head < GROUP + 2) {
-        in.bias[0] = __ldg(reinterpret_cast<const uint2*>(a.bias + in.row));
-        in.bias[1] = __ldg(reinterpret_cast<const uint2*>(a.bias + in.row + HEAD_SIZE / 2));
+    const int row =
+        (head < GROUP ? kv_head * GROUP + head : Q_HEADS + (head == GROUP ? 0 : KV_HEADS) + kv_head) * HEAD_SIZE +
+        item % HEAD_THREADS * 4;
+    in.from = a.pieces + row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool some = in.head < GROUP + 2;
+        in.pieces[half] = some ? QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0;
+        in.bias[half] =
+            some ? __ldg(reinterpret_cast<const uint2*>(a.bias + row + half * (HEAD_SIZE / 2))) : make_uint2(0u, 0u);
     }
     return in;
 }
@@ -166,18 +175,16 @@ __device__ __forceinline__ float4 plus(float4 x, float4 y) {
 }
 
 // All rounds' pieces together, in one trip.
-__device__ __forceinline__ void load_inputs(const Qwen2AttentionArgs& a, Input (&in)[INPUT_ROUNDS]) {
+__device__ __forceinline__ void load_inputs(Input (&in)[INPUT_ROUNDS]) {
     float4 piece[INPUT_ROUNDS][2][QKV_PIECES];
 #pragma unroll
     for (int r = 0; r < INPUT_ROUNDS; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = in[r].row + half * (HEAD_SIZE / 2);
-            const int pieces = in[r].head < GROUP + 2 ? QkvPieces::of_row(row) : 0;
+            const float4* const from = reinterpret_cast<const float4*>(in[r].from + half * (HEAD_SIZE / 2));
 #pragma unroll
             for (int p = 0; p < QKV_PIECES; ++p)
-                piece[r][half][p] = p < pieces ? __ldcg(reinterpret_cast<const float4*>(a.pieces + p * QKV_ROWS + row))
-                                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                piece[r][half][p] = p < in[r].pieces[half] ? __ldcg(from + p * (QKV_ROWS / 4)) : make_float4(0, 0, 0, 0);
         }
     }
 #pragma unroll
@@ -286,8 +293,10 @@ __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shar
             mma_f16(sums, v[0], v[2], v[1], v[3], p_low, p_high);
             o = make_float4(sums[0], sums[1], sums[2], sums[3]);
         }
-        reads_before_copies();
-        barrier_arrive(&barriers.empty);  // every lane: the page may be overwritten
+        if (i + STAGES < share.count) {  // every lane: the page may be overwritten
+            reads_before_copies();
+            barrier_arrive(&barriers.empty);
+        }
         slot += WARPS;
         if (slot >= STAGES) slot -= STAGES, parity ^= 1;
     }
@@ -325,40 +334,44 @@ __device__ __forceinline__ float4 joined(const float4 (&statistics)[COUNT], floa
     return all;
 }
 
-// The consumers' sums as one: `use(item, sums)` gets each item's, `all` is the block's statistics of the thread's queries.
+// The consumers' sums as one, by all threads: `use(item, sums)` gets each item's; returned are the block's statistics of
+// queries 2 (i % 4) and one on to thread i.
 template <typename Use>
 __device__ __forceinline__ float4 join_warps(Shared& shared, const Share& share, const Softmax& softmax, Use use) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, t = lane % 4;
-    __syncwarp();  // all lanes have read the page that lay there
-    float4* const mine = reinterpret_cast<float4*>(shared.stages[sums_stage(share, warp)].k);
+    if (threadIdx.x < CONSUMERS) {
+        __syncwarp();  // all lanes have read the page that lay there
+        float4* const mine = reinterpret_cast<float4*>(shared.stages[sums_stage(share, warp)].k);
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) mine[j * WARP + lane] = softmax.out[j];
-    if (lane < STATISTICS) {
-        shared.own[warp][t] = make_float4(softmax.top[0], softmax.sum[0], softmax.top[1], softmax.sum[1]);
+        for (int j = 0; j < STEPS; ++j) mine[j * WARP + lane] = softmax.out[j];
+        if (lane < STATISTICS) {
+            shared.own[warp][t] = make_float4(softmax.top[0], softmax.sum[0], softmax.top[1], softmax.sum[1]);
+        }
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");  // all warps' sums are there
+    __syncthreads();  // all warps' sums are there
     float4 statistics[WARPS];
     float2 weight[WARPS];
-    int stage[WARPS];
+    const float4* sums[WARPS];
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
         statistics[w] = shared.own[w][t];
-        stage[w] = sums_stage(share, w);
+        sums[w] = reinterpret_cast<const float4*>(shared.stages[sums_stage(share, w)].k) + threadIdx.x;
     }
     const float4 all = joined(statistics, weight);
-    for (int item = threadIdx.x; item < ITEMS; item += CONSUMERS) {
+#pragma unroll
+    for (int first = 0; first < ITEMS; first += THREADS) {
+        if (first + int(threadIdx.x) >= ITEMS) break;
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w)
-            o = weighted(o, reinterpret_cast<const float4*>(shared.stages[stage[w]].k)[item], weight[w]);
-        use(item, o);
+        for (int w = 0; w < WARPS; ++w) o = weighted(o, sums[w][first], weight[w]);
+        use(first + int(threadIdx.x), o);
     }
     return all;
 }
 
-// Everything up to the block's sums. FORM: 0 long, 1 short. EARLY: pages that are copied before the predecessor ends.
+// Everything up to the warps' sums. SHORT: in a cluster. EARLY: pages that are copied before the predecessor ends.
 template <bool SHORT, int EARLY>
-__device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& shared, Share& share, Softmax& softmax) {
+__device__ __forceinline__ void compute(const Qwen2AttentionArgs& a, Shared& shared, Share& share, Softmax& softmax) {
     const int lane = threadIdx.x % WARP;
     const bool copies = threadIdx.x >= CONSUMERS;
     if (threadIdx.x == CONSUMERS) {
@@ -407,7 +420,7 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
     pdl_trigger();
 
     const int page = tail ? __ldcg(a.page_table + share.first) : 0;  // -1: embedding has reported that none was free
-    load_inputs(a, in);
+    load_inputs(in);
     const int dim = threadIdx.x % HEAD_THREADS * 4;
     const float4 cosine = make_float4(cosines[0], cosines[1], cosines[2], cosines[3]);
     const float4 sine = make_float4(sines[0], sines[1], sines[2], sines[3]);
@@ -419,7 +432,8 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
             store_query(shared, in[r].head, dim + HEAD_SIZE / 2, in[r].x[1]);
         } else if (in[r].head < GROUP + 2) {
             const bool value = in[r].head > GROUP;
-            f16* const cached = (value ? a.v_pages : a.k_pages) + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE);
+            f16* const cached =
+                (value ? a.v_pages : a.k_pages) + (int64_t(page) * KV_HEADS + blockIdx.y) * (PAGE * HEAD_SIZE);
             uint8_t* const stage = value ? shared.stages[0].v : shared.stages[0].k;
             store_row(stage, page < 0 ? nullptr : cached, share.own, dim, in[r].x[0]);
             store_row(stage, page < 0 ? nullptr : cached, share.own, dim + HEAD_SIZE / 2, in[r].x[1]);
@@ -429,42 +443,45 @@ __device__ __forceinline__ bool compute(const Qwen2AttentionArgs& a, Shared& sha
     if (copies) {
         for (int i = min_int(EARLY, share.count); i < share.count; ++i) {
             // Not before the stage's page has been read.
-            if (i >= STAGES) barrier_wait(&shared.barriers[i % STAGES].empty, (i / STAGES - 1) & 1, a.fault, KERNEL_ATTENTION, a.layer);
+            if (i >= STAGES)
+                barrier_wait(&shared.barriers[i % STAGES].empty, (i / STAGES - 1) & 1, a.fault, KERNEL_ATTENTION, a.layer);
             producer.load(i);
         }
-        return false;
+    } else {
+        attend(a, shared, share, softmax);
     }
-    attend(a, shared, share, softmax);
-    return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention_short(const __grid_constant__ Qwen2AttentionArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    qwen2_attention_short(const __grid_constant__ Qwen2AttentionArgs a) {
     extern __shared__ __align__(256) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Share share;
     Softmax softmax;
     const int rank = blockIdx.x;
-    if (compute<true, STAGES>(a, shared, share, softmax)) {
-        const float4 all = join_warps(shared, share, softmax, [&](int item, float4 o) {
-            cluster_send(&shared.parts[rank][item % PART_ITEMS], &shared.received, item / PART_ITEMS, o);
-        });
-        // Thread i has the statistics of queries 2 (i % 4) and one on.
-        if (threadIdx.x < CLUSTER * STATISTICS) {
-            cluster_send(&shared.statistics[rank][threadIdx.x % STATISTICS], &shared.received, threadIdx.x / STATISTICS, all);
-        }
+    compute<true, STAGES>(a, shared, share, softmax);
+    const float4 all = join_warps(shared, share, softmax, [&](int item, float4 o) {
+        cluster_send(&shared.parts[rank][item % PART_ITEMS], &shared.received, item / PART_ITEMS, o);
+    });
+    if (threadIdx.x < CLUSTER * STATISTICS) {
+        cluster_send(&shared.statistics[rank][threadIdx.x % STATISTICS], &shared.received, threadIdx.x / STATISTICS, all);
     }
     // Every block sends to every block, also one without pages: what a receiver waits for depends on nothing.
     cluster_receive(&shared.received, a.fault, KERNEL_ATTENTION, a.layer);
     bool finite = true;
-    for (int i = threadIdx.x; i < GROUP * PART_DIMS; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < GROUP * PART_DIMS; first += THREADS) {
         constexpr int LINES = PART_ITEMS / 4;  // lanes' rows g in the block's items, of two dimensions each
-        const int query = i / PART_DIMS, line = i % PART_DIMS % LINES, half = i % PART_DIMS / LINES;
-        const int item = line * 4 + query / 2, component = half * 2 + query % 2;
-        float top = none();
+        const int i = first + int(threadIdx.x), query = i / PART_DIMS, line = i % LINES, half = i % PART_DIMS / LINES;
+        if (i >= GROUP * PART_DIMS) break;
+        const float2* const statistics = reinterpret_cast<const float2*>(shared.statistics[0]) + query;
+        const float* const parts = &shared.parts[0][line * 4 + query / 2].x + half * 2 + query % 2;
         float2 found[CLUSTER];
+        float part[CLUSTER], top = none();
 #pragma unroll
         for (int block = 0; block < CLUSTER; ++block) {
-            found[block] = reinterpret_cast<const float2*>(shared.statistics[block])[query];
+            found[block] = statistics[block * QUERIES];
+            part[block] = parts[block * PART_ITEMS * 4];
             top = fmaxf(top, found[block].x);
         }
         float o = 0.0f, sum = 0.0f;
@@ -472,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attentio
         for (int block = 0; block < CLUSTER; ++block) {
             const float weight = exp2_fast(found[block].x - top);
             sum = fmaf(weight, found[block].y, sum);
-            o = fmaf(weight, reinterpret_cast<const float*>(&shared.parts[block][item])[component], o);
+            o = fmaf(weight, part[block], o);
         }
         o /= sum;
         finite = finite && is_finite(o);
@@ -485,12 +502,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attentio
     if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_ATTENTION, a.layer);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) qwen2_attention(const __grid_constant__ Qwen2AttentionArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    qwen2_attention(const __grid_constant__ Qwen2AttentionArgs a) {
     extern __shared__ __align__(256) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Share share;
     Softmax softmax;
-    if (!compute<false, EARLY_PAGES>(a, shared, share, softmax)) return;
+    compute<false, EARLY_PAGES>(a, shared, share, softmax);
     const int64_t place = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
     const float4 all = join_warps(shared, share, softmax, [&](int item, float4 o) {
         const int query = item % 4 * 2, dim = item / WARP * 16 + item % WARP / 4;
@@ -519,8 +537,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 2) qwen2_combine(c
     __shared__ float4 parts[COMBINE_THREADS / WARP][8];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int head = blockIdx.x, first_dim = blockIdx.y * WARP, split = threadIdx.x / 8;
-    const float* const out = a.partial_out + ((int64_t(head / GROUP) * a.splits + split) * GROUP + head % GROUP) * HEAD_SIZE +
-                             first_dim + threadIdx.x % 8 * 4;
+    const float* const out = a.partial_out +
+                             ((int64_t(head / GROUP) * a.splits + split) * GROUP + head % GROUP) * HEAD_SIZE + first_dim +
+                             threadIdx.x % 8 * 4;
     const int64_t statistics = int64_t(head) * a.splits + lane;
     pdl_wait();
     pdl_trigger();

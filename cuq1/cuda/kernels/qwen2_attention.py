@@ -6,11 +6,10 @@ from cuq1.plan.kernel import Define, Kernel
 from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, pieces
 
 MAX_GROUP = 8  # query heads of a KV head: N of the MMA
-CLUSTER = 8  # blocks of the short form that share a KV head
 _WARPS = 3  # that compute; one more copies
 _STAGES = 6  # pages in a block: as many for each of those warps
 _EARLY = 3  # of them, those that the long form copies before its predecessor ends
-_REGISTERS = 96
+_REGISTERS = 88
 
 
 def splits_for(dims: Qwen2Dims) -> int:
@@ -21,19 +20,27 @@ def splits_for(dims: Qwen2Dims) -> int:
     return whole
 
 
+def cluster_for(dims: Qwen2Dims) -> int:
+    """Blocks of the short form that share a KV head.
+
+    Of clusters of 16, a GPU holds seven at once beside the launches before and after.
+    """
+    return 16 if dims.kv_heads <= 4 else 8
+
+
 def short_positions(dims: Qwen2Dims) -> int:
-    """Positions up to which the short form is the faster one: it attends to so many at most in the plan's graphs."""
-    return 128 * PAGE
+    """Positions up to which the short form is the faster one, as timed at 7B: tools/decisions/018-qwen2-attention.md."""
+    return 4096 if dims.kv_heads <= 4 else 1536
 
 
 def attention_short(dims: Qwen2Dims) -> Kernel:
     """attended float16 [padded q_width], zeros beyond q_width, in one launch; appends K and V to their page.
 
-    pieces: float32 [pieces, qkv_rows]; k_pages and v_pages: float16 [pages, kv_heads, PAGE, head_size], rows
-    swizzled. Right for any position; args.splits, partial_* are not used. Twin: tests' `qwen2.attention`. ValueError for more query heads of a
-    KV head than MAX_GROUP.
+    pieces: float32 [pieces, qkv_rows]; k_pages and v_pages: float16 [pages, kv_heads, PAGE, head_size], rows swizzled
+    (kernels_cu/abi_qwen2.cuh). Right for any position; args.splits and partial_* are not used. Twin: tests'
+    `qwen2.attention`. ValueError for more query heads of a KV head than MAX_GROUP.
     """
-    return _attention(dims, "qwen2_attention_short", CLUSTER, CLUSTER)
+    return _attention(dims, "qwen2_attention_short", cluster_for(dims), cluster_for(dims))
 
 
 def attention(dims: Qwen2Dims, splits: int | None = None) -> Kernel:
@@ -66,7 +73,7 @@ def _attention(dims: Qwen2Dims, entry: str, blocks: int, cluster: int) -> Kernel
 def _smem(dims: Qwen2Dims) -> int:
     """Stages of a page's keys and values with their mbarriers, queries, and what warps and blocks exchange."""
     stage = 2 * PAGE * dims.head_size * 2 + 32
-    exchanged = dims.head_size * 2 * 16 + CLUSTER * 64 + _WARPS * 64 + 16
+    exchanged = dims.head_size * 2 * 16 + cluster_for(dims) * 64 + _WARPS * 64 + 16
     return _STAGES * stage + dims.head_size // 16 * 528 + exchanged
 
 
@@ -85,11 +92,11 @@ def _defines(dims: Qwen2Dims) -> tuple[tuple[str, Define], ...]:
         ("QKV_PIECES", pieces(dims.qkv_rows, dims.hidden)),
         ("WARPS", _WARPS),
         ("STAGES", _STAGES),
-        ("CLUSTER", CLUSTER),
+        ("CLUSTER", cluster_for(dims)),
         ("EARLY_PAGES", _EARLY),
         ("SPLITS", splits_for(dims)),
         ("SMEM", _smem(dims)),
-        ("MIN_BLOCKS", 65536 // (_REGISTERS * (_WARPS + 1) * 32)),
+        ("MIN_BLOCKS", 5),
     )
 
 
