@@ -118,7 +118,8 @@ class Gate:
             if complete:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    message = await receive()
             except TimeoutError:
                 raise ApiError("invalid", f"the body did not arrive within {seconds:g} seconds", status=408) from None
             if message["type"] == "http.request":

@@ -96,7 +96,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def bounded(message: Any) -> None:
             try:
-                await asyncio.wait_for(send(message), SEND_SECONDS)
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
             except TimeoutError:
                 raise ClientDisconnect from None
 

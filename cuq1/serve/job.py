@@ -101,7 +101,8 @@ class Job:
     async def wait(self, seconds: float) -> bool:
         """Wait for events; False where none came in that time."""
         try:
-            await asyncio.wait_for(self._news.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
         except TimeoutError:
             return False
         return True

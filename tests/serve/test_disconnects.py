@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cuq1.engine import open_engine
+from cuq1.serve import http
 from cuq1.serve.job import Job
 from tests.paths import NANO
 from tests.serve.running import LIMIT, nano_service, post, serving, wait_for
@@ -219,3 +220,15 @@ def test_an_engine_that_looks_at_nobody_is_caught(url, watched, engine, monkeypa
     steps = engine.steps
     wait_for(lambda: not watched.worker.busy)
     assert engine.steps - steps > 1
+
+
+def test_a_reader_that_takes_nothing_for_long_is_let_go(watched, monkeypatch):
+    monkeypatch.setattr(http, "SEND_SECONDS", 0.3)
+    with serving(watched, send_buffer=1 << 14) as url:
+        options = {"max_tokens": 400, "seed": 2, "logprobs": True, "top_logprobs": 20, "reasoning_effort": "none"}
+        slow, quick = Client(url, **options), Client(url, **options)
+        wait_for(lambda: watched.worker.busy)
+        quick.read_until(b"[DONE]")  # which has waited behind the other
+        wait_for(lambda: not url.server.server_state.tasks)
+        with pytest.raises((AssertionError, OSError)):
+            slow.read_until(b"[DONE]")  # what was under way still comes, and then the end

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cuq1.serve.settings import Settings
 from tests.paths import ROOT
-from tests.serve.running import LIMIT, Process, wait_for
+from tests.serve.running import LIMIT, Process, nano_service, serving, wait_for
 
 KEY = "sk-very-secret-key-0123456789"
 SECRET_WORDS = "the purple armadillo hides underneath"
@@ -278,3 +279,14 @@ def test_a_dead_engine_is_started_again_once():
         assert "the engine failed: the engine's process ended with status -9" in server.log
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
+
+
+def test_a_body_that_comes_too_slowly():
+    service = nano_service()
+    with serving(service, Settings(body_seconds=0.3)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as slow:
+            slow.sendall(f"POST /tokenize HTTP/1.1\r\nHost: {host}\r\nContent-Length: 20\r\n\r\n{{".encode())
+            assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert httpx.post(f"{url}/tokenize", json={"prompt": "a"}).status_code == 200
+    assert service.close(timeout=LIMIT)
