@@ -290,3 +290,15 @@ def test_a_body_that_comes_too_slowly():
             assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
         assert httpx.post(f"{url}/tokenize", json={"prompt": "a"}).status_code == 200
     assert service.close(timeout=LIMIT)
+
+
+def test_a_drain_has_an_end():
+    with Process("--drain", "1") as server:
+        body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
+            server.process.send_signal(signal.SIGTERM)
+            begun = time.monotonic()
+            said = "".join(response.iter_text())
+        assert "shutting down" in said
+        assert server.wait() == 0
+        assert 0.9 < time.monotonic() - begun < 15
