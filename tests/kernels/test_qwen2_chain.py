@@ -120,7 +120,7 @@ WRONG = {
     "nothing cleared": ("make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY)", "make_uint4(0, 0, 0, 0)"),
     "down as it is": ("1.0f / INNER_SCALE", "1.0f"),
     "one norm for both": ("row.load_norm(a.next_norm)", "row.load_norm(a.post_norm)"),
-    "a norm's mean": ("squares * (1.0f / HIDDEN)", "squares * (1.01f / HIDDEN)"),
+    "a norm's mean": ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)"),
     "silu without its exponent": ("__expf(-x)", "__expf(x)"),
 }
 

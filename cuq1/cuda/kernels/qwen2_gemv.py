@@ -45,12 +45,13 @@ class Ring:
         return self.nbytes + padded(k) * 2 + (padded(k) // GROUP * 16 if self.digits else 0)
 
 
-QKV = Ring(2, 4, AFTER_WAIT)
-O_PROJ = Ring(2, 3, AFTER_WAIT)
-GATE_UP = Ring(2, 4, AFTER_COPIES)
-DOWN = Ring(2, 5, AFTER_COPIES)
-WIDE_DOWN = Ring(2, 4, AFTER_COPIES)  # where the token takes more than 40 KB
-LM_HEAD = Ring(2, 8, AFTER_WAIT)
+# What was fastest (tools/decisions/016-int8-activations.md). Of down's long token, digits take as long as they save.
+QKV = Ring(4, 2, AFTER_WAIT, digits=True)
+O_PROJ = Ring(3, 2, AFTER_WAIT, digits=True)
+GATE_UP = Ring(4, 2, AFTER_WAIT, digits=True)
+DOWN = Ring(2, 5, AFTER_WAIT)
+WIDE_DOWN = Ring(2, 4, AFTER_WAIT)  # where the token takes more than 40 KB
+LM_HEAD = Ring(4, 2, AFTER_WAIT, warps=12, digits=True)
 CHAIN = Ring(2, 3, AFTER_WAIT, warps=16, digits=True)
 AHEAD = 0  # copies of a warp of the next launch that L2 is asked for
 FIRST = 3  # copies of a warp's ring that are sent before the predecessor's end
@@ -150,7 +151,7 @@ def _kernel(
         (blocks, 1, 1),
         ring.warps * 32,
         smem=ring.smem(k),
-        max_registers=96,
+        max_registers=128,
     )
 
 
