@@ -190,17 +190,21 @@ struct Stream {
                 scale[u][1] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g + 8];
                 x[u].load(token + (group + u) % GROUPS * TOKEN::GROUP_BYTES, lane);
             }
-            reads_before_copies();
-            __syncwarp();  // every lane has its part before the place is given back
-            if (PHASE <= GATE_UP && DEFERRED > 0 && unit + DEFERRED * TURN >= block.units) {
-                ++owed;
-            } else if (lane == 0) {
-                feed.send(shared, ring, warp);
-            }
-            if (++slot == STAGES) slot = 0, parity ^= 1;
+            const auto refill = [&]() {
+                reads_before_copies();
+                __syncwarp();  // every lane has its part before the place is given back
+                if (PHASE <= GATE_UP && DEFERRED > 0 && unit + DEFERRED * TURN >= block.units) {
+                    ++owed;
+                } else if (lane == 0) {
+                    feed.send(shared, ring, warp);
+                }
+                if (++slot == STAGES) slot = 0, parity ^= 1;
+            };
+            if (!LATE) refill();
             float2 c[STAGE_UNITS];
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) c[u] = x[u].times(w[u]);
+            if (LATE) refill();
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
                 if (unit + u >= block.units) break;

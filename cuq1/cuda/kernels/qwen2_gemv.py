@@ -55,6 +55,7 @@ LM_HEAD = Ring(4, 2, AFTER_WAIT, warps=12, digits=True)
 CHAIN = Ring(2, 3, AFTER_WAIT, warps=16, digits=True)
 AHEAD = 0  # copies of a warp of the next launch that L2 is asked for
 FIRST = 3  # copies of a warp's ring that are sent before the predecessor's end
+LATE = 0  # 1: a copy is sent behind the products of what it replaces
 DEFERRED = 0  # copies of a warp that wait until the next phase's token is there
 
 
@@ -114,12 +115,13 @@ def chain(
     ahead: int = AHEAD,
     first: int = FIRST,
     deferred: int = DEFERRED,
+    late: int = LATE,
 ) -> Kernel:
     """o_proj, gate_up, down and the next layer's qkv, or in the last layer none: as the kernels of these names.
 
     All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them.
     """
-    own = (("LAST", int(last)), ("AHEAD", ahead), ("FIRST", first), ("DEFERRED", deferred))
+    own = (("LAST", int(last)), ("AHEAD", ahead), ("FIRST", first), ("DEFERRED", deferred), ("LATE", late))
     defines = (*common(dims), *ring.defines, *own)
     widest = padded(max(dims.hidden, dims.q_width, dims.inner))
     smem = ring.nbytes + widest // GROUP * (2 * GROUP + 16)
