@@ -1,9 +1,9 @@
 """Times a token's INT4 products over several layers' weights: python3 -m tests.kernels.speed_qwen2 [WORD ...]
 
-Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T, which gives a kernel (qkv,
-o_proj, gate_up, down, or all) copies of U units, S of them a warp, trigger T (0 at once, 1 after the wait, 2 after the
-copies); and NAME=U,S,T,W,D, W warps and halves (0) or digits (1). Several of these up to a -- are one variant,
-compared with the kernels as they are.
+Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T,W,D, which gives a kernel (qkv,
+o_proj, gate_up, down, all four as `all`, or `chain`) copies of U units, S of them a warp, trigger T (0 at once, 1 after
+the wait, 2 after the copies), W warps, and halves (0) or digits (1). Several of these up to a -- are one variant, compared
+with the kernels as they are.
 
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
@@ -209,6 +209,16 @@ def report(layers, attention, rings=None, *, parts=True):
     print(f"    lm_head   {us:7.2f} us {share(layers.sizes['lm_head'], us)}", flush=True)
 
 
+def report_chain(layers, attention, *ring):
+    """The same layer in two launches: attention's stand-in, and the chain."""
+    kernel, ceiling = qwen2_gemv.chain(layers.dims, *ring), layers.gpu.read_ceiling()
+    times = []
+    for pause in (0, PAUSE):
+        us, spread = layers.time(layers.chained(kernel, attention, pause), layers.count)
+        times.append(f"{us:.2f} us +- {spread / 2:.2f} ({layers.layer_bytes / us / 1e3 / ceiling:.0%})")
+    print(f"  chain: layer {times[0]}, with {PAUSE} cycles of attention {times[1]}", flush=True)
+
+
 def variants(words):
     """Lists of rings by kernel's name."""
     found = [{}]
@@ -234,10 +244,14 @@ def main():
             layers = Layers(gpu, ALL[size])
             print(f"{size}: {layers.layer_bytes / 1e6:.1f} MB a layer, {layers.count} layers")
             report(layers, attention)
+            report_chain(layers, attention)
             for rings in variants([word for word in words if word not in ALL]):
                 texts = (f"{n}={r.units},{r.stages},{r.trigger},{r.warps},{int(r.digits)}" for n, r in rings.items())
                 print(f"  {' '.join(texts)}")
-                report(layers, attention, rings, parts=False)
+                if "chain" in rings:
+                    report_chain(layers, attention, rings["chain"])
+                else:
+                    report(layers, attention, rings, parts=False)
     gpu.close()
 
 
