@@ -2,8 +2,8 @@
 
 Words: a size of tests/kernels/qwen2_shapes.py (7b where none is given); or NAME=U,S,T,W,D, which gives a kernel (qkv,
 o_proj, gate_up, down, all four as `all`, or `chain`) copies of U units, S of them a warp, trigger T (0 at once, 1 after
-the wait, 2 after the copies), W warps, and halves (0) or digits (1). Several of these up to a -- are one variant, compared
-with the kernels as they are.
+the wait, 2 after the copies), W warps, and halves (0) or digits (1). Several of these up to a -- are one variant,
+compared with the kernels as they are.
 
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
