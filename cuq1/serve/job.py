@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from cuq1.serve.request import Event, Finished, Generation, Piece, Started
 
 
+JOINED = 4096  # characters: a joined piece of that length goes on in another, so that joining costs no more than this
+
+
 @dataclass
 class Measures:
     """What one answer took; clock readings are of time.monotonic, None where that point was not reached."""
@@ -83,7 +86,7 @@ class Job:
 
     def _append(self, event: Event) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(event, Piece) and isinstance(last, Piece) and event.kind == last.kind:
+        if isinstance(event, Piece) and isinstance(last, Piece) and event.kind == last.kind and len(last.text) < JOINED:
             self._events[-1] = replace(event, text=last.text + event.text, tokens=last.tokens + event.tokens)
         else:
             self._events.append(event)
