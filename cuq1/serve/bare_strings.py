@@ -10,6 +10,29 @@ import llguidance
 
 ANYTHING = "/(?s:.*)/"
 _DEPTH = 20
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
+_TO_30, _TO_31 = "(0[1-9]|[12][0-9]|30)", "(0[1-9]|[12][0-9]|3[01])"
+_DATE = (
+    rf"([1-9][0-9]{{3}}-((0[13578]|1[02])-{_TO_31}|(0[469]|11)-{_TO_30}|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|[1-9][0-9](0[48]|[2468][048]|[13579][26])-02-29)"
+)
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FEW = "[0-9]{1,4}"
+# Strings of JSON Schema's formats: all that are usual, if not all that there are.
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P({_FEW}W|({_FEW}Y)?({_FEW}M)?{_FEW}D(T{_FEW}S)?|T({_FEW}H)?({_FEW}M)?{_FEW}S)",
+    "email": rf"[A-Za-z0-9_+-]{{1,32}}(\.[A-Za-z0-9_+-]{{1,32}}){{0,3}}@{_LABEL}(\.{_LABEL}){{0,3}}\.[A-Za-z]{{2,10}}",
+    "hostname": _HOST,
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "ipv6": "(([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|([0-9a-f]{1,4}:){1,6}:[0-9a-f]{1,4}|::[0-9a-f]{1,4}|::)",
+    "uuid": "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}",
+    "uri": rf"(https?|ftp):\/\/{_HOST}(:[1-9][0-9]{{0,3}})?(\/[A-Za-z0-9._~-]{{0,64}}){{0,8}}(\?[A-Za-z0-9=&._~-]{{0,200}})?",
+}
 _UNKNOWN = ("not", "if", "$dynamicRef", "unevaluatedItems", "contentEncoding", "contentSchema")
 
 
@@ -20,7 +43,7 @@ class UnsupportedError(Exception):
 def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
     """The expression of a terminal that matches these strings; None where there are none.
 
-    root: what references point into. `format` is an annotation, and asks nothing of a string. Raises UnsupportedError.
+    root: what references point into. Raises UnsupportedError.
     """
     if depth > _DEPTH:
         raise UnsupportedError("its schema refers to itself: write the type out")
@@ -42,6 +65,10 @@ def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
     least, most = _length(schema.get("minLength", 0)), _length(schema.get("maxLength"))
     if least or most is not None:
         parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+    if "format" in schema:
+        if schema["format"] not in FORMATS:
+            raise UnsupportedError(f"the format {schema['format']!r} cannot be enforced: use a pattern")
+        parts.append(f"/{FORMATS[schema['format']]}/")
     if "$ref" in schema:
         parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
     parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]

@@ -9,8 +9,8 @@ schema's order, those that are required always; there are no others than the sch
 
     <tool_call>{"name": NAME, "arguments": {…}}</tool_call>
 
-A tool with "strict" is called with arguments that its schema validates, formats of bare strings apart, or the request
-is refused; for the others, what cannot be expressed is left out.
+A tool with "strict" is called with arguments that its schema validates, or the request is refused; for the others, what
+cannot be expressed is left out.
 """
 
 import json

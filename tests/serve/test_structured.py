@@ -1,9 +1,14 @@
 """Answers that follow a grammar parse and validate, with drafts and whatever is taken back; without it they do not."""
 
+import datetime
+import ipaddress
 import json
 import random
+import re
 import time
+import uuid
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 import jsonschema
 import numpy as np
@@ -345,6 +350,52 @@ def test_qwen2s_calls_are_json():
         assert message.tool_calls, (SEED, number, tokenizer.decode(tokens))
         assert not message.content.strip()
         assert all(valid(call.arguments, schemas[call.name]) for call in message.tool_calls), (SEED, message)
+
+
+def email_of(text):
+    local, _, host = text.partition("@")
+    assert re.fullmatch(r"[\w+-]+(\.[\w+-]+)*", local, re.ASCII)
+    assert "." in host_of(host)
+
+
+def host_of(text):
+    assert all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?", label) for label in text.split("."))
+    return text
+
+
+FORMAT_CHECKS = {
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "date-time": datetime.datetime.fromisoformat,
+    "duration": lambda text: re.fullmatch(r"P(?=.)(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?)", text)[0],
+    "email": email_of,
+    "hostname": host_of,
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "uuid": uuid.UUID,
+    "uri": lambda text: host_of(urlsplit(text).hostname),
+}
+
+
+@pytest.mark.parametrize("name", FORMAT_CHECKS)
+def test_formats_of_bare_strings(name):
+    rng = random.Random(SEED)
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "format": name}}, "required": ["a"]}
+    function = {"name": "go", "parameters": parameters, "strict": True}
+    tools = check_tools([{"type": "function", "function": function}])
+    constraint = GRAMMARS.constraint(tools=tools, choice="required", parallel=False)
+    seen = set()
+    for _ in range(60):
+        (call,) = parsed(random_walk(constraint.mask(False), rng), tools).tool_calls
+        text = json.loads(call.arguments)["a"]
+        FORMAT_CHECKS[name](text)
+        seen.add(text)
+    assert len(seen) > 10
+    with pytest.raises((ValueError, AssertionError, TypeError)):
+        FORMAT_CHECKS[name]("no such thing")
+    parameters["properties"]["a"]["format"] = "colour"
+    with pytest.raises(ApiError, match="colour"):
+        GRAMMARS.constraint(tools=tools, choice="required")
 
 
 def test_what_asks_for_nothing_is_no_constraint():
