@@ -31,7 +31,7 @@ FORMATS = {
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
     "ipv6": "(([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|([0-9a-f]{1,4}:){1,6}:[0-9a-f]{1,4}|::[0-9a-f]{1,4}|::)",
     "uuid": "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}",
-    "uri": rf"(https?|ftp):\/\/{_HOST}(:[1-9][0-9]{{0,3}})?(\/[A-Za-z0-9._~-]{{0,64}}){{0,8}}(\?[A-Za-z0-9=&._~-]{{0,200}})?",
+    "uri": rf"(https?|ftp):\/\/{_HOST}(:[1-9][0-9]{{0,3}})?(\/[a-zA-Z0-9.~-]{{0,64}}){{0,8}}(\?[a-zA-Z0-9=&.~-]{{0,200}})?",
 }
 _UNKNOWN = ("not", "if", "$dynamicRef", "unevaluatedItems", "contentEncoding", "contentSchema")
 
@@ -66,9 +66,10 @@ def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
     if least or most is not None:
         parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
     if "format" in schema:
-        if schema["format"] not in FORMATS:
+        known = FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
+        if known is None:
             raise UnsupportedError(f"the format {schema['format']!r} cannot be enforced: use a pattern")
-        parts.append(f"/{FORMATS[schema['format']]}/")
+        parts.append(f"/{known}/")
     if "$ref" in schema:
         parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
     parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]
