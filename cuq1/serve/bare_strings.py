@@ -19,6 +19,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_PLAIN = "a-zA-Z0-9._~-"
 _FEW = "[0-9]{1,4}"
 # Strings of JSON Schema's formats: all that are usual, if not all that there are.
 FORMATS = {
@@ -31,7 +32,7 @@ FORMATS = {
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
     "ipv6": "(([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|([0-9a-f]{1,4}:){1,6}:[0-9a-f]{1,4}|::[0-9a-f]{1,4}|::)",
     "uuid": "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}",
-    "uri": rf"(https?|ftp):\/\/{_HOST}(:[1-9][0-9]{{0,3}})?(\/[a-zA-Z0-9.~-]{{0,64}}){{0,8}}(\?[a-zA-Z0-9=&.~-]{{0,200}})?",
+    "uri": rf"(https?|ftp):\/\/{_HOST}(:[1-9][0-9]{{0,3}})?(\/[{_PLAIN}]{{0,64}}){{0,8}}(\?[=&{_PLAIN}]{{0,200}})?",
 }
 _UNKNOWN = ("not", "if", "$dynamicRef", "unevaluatedItems", "contentEncoding", "contentSchema")
 
