@@ -67,10 +67,10 @@ def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
     if least or most is not None:
         parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
     if "format" in schema:
-        known = FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
-        if known is None:
+        pattern = FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
+        if pattern is None:
             raise UnsupportedError(f"the format {schema['format']!r} cannot be enforced: use a pattern")
-        parts.append(f"/{known}/")
+        parts.append(f"/{pattern}/")
     if "$ref" in schema:
         parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
     parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]
