@@ -10,6 +10,7 @@ import llguidance
 
 ANYTHING = "/(?s:.*)/"
 _DEPTH = 20
+_VISITS = 2000  # of parts of a schema, those that are referred to several times counted as often
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
 _TO_30, _TO_31 = "(0[1-9]|[12][0-9]|30)", "(0[1-9]|[12][0-9]|3[01])"
@@ -41,13 +42,15 @@ class UnsupportedError(Exception):
     """What of a schema no grammar expresses, as the rest of a sentence."""
 
 
-def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
+def string_terminal(schema: Any, root: Any, depth: int = 0, visits: list[int] | None = None) -> str | None:
     """The expression of a terminal that matches these strings; None where there are none.
 
     root: what references point into. Raises UnsupportedError.
     """
-    if depth > _DEPTH:
-        raise UnsupportedError("its schema refers to itself: write the type out")
+    visits = visits or [0]
+    visits[0] += 1
+    if depth > _DEPTH or visits[0] > _VISITS:
+        raise UnsupportedError("its schema refers to itself, or to too much: write the type out")
     if schema is True:
         return ANYTHING
     if not isinstance(schema, Mapping):
@@ -72,11 +75,11 @@ def string_terminal(schema: Any, root: Any, depth: int = 0) -> str | None:
             raise UnsupportedError(f"the format {schema['format']!r} cannot be enforced: use a pattern")
         parts.append(f"/{pattern}/")
     if "$ref" in schema:
-        parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1))
-    parts += [string_terminal(part, root, depth + 1) for part in _listed(schema.get("allOf", []))]
+        parts.append(string_terminal(resolve(schema["$ref"], root), root, depth + 1, visits))
+    parts += [string_terminal(part, root, depth + 1, visits) for part in _listed(schema.get("allOf", []))]
     for union in ("anyOf", "oneOf"):  # for strings of one schema alone, oneOf's parts seldom overlap
         if union in schema:
-            choices = [string_terminal(part, root, depth + 1) for part in _listed(schema[union])]
+            choices = [string_terminal(part, root, depth + 1, visits) for part in _listed(schema[union])]
             known = [choice for choice in choices if choice is not None]
             if union == "oneOf" and len(known) > 1:
                 raise UnsupportedError("oneOf of several strings cannot be enforced: use anyOf")

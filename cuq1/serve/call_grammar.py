@@ -33,6 +33,7 @@ from cuq1.text.schema import ANY_TYPE, ParameterTypes
 
 __all__ = ["CallGrammar", "UnsupportedError", "call_grammar"]
 
+MAX_GRAMMAR = 4 * 1024 * 1024  # characters
 MOST_CALLS = 16  # of one answer that must be calls
 # What else an object's schema can ask of its members; those of `properties` and `required` are all that is expressed.
 _OBJECT_KEYWORDS = (
@@ -141,6 +142,7 @@ class _Writer:
     tags: Mapping[str, str]
     whitespace: Mapping[str, Any]
     rules: list[str] = field(default_factory=list)
+    size: int = 0
 
     def tool(self, number: int, function: Mapping[str, Any]) -> str:
         """The rule of one tool's call."""
@@ -151,7 +153,7 @@ class _Writer:
         if strict and (found := [key for key in _OBJECT_KEYWORDS if key in parameters]):
             raise UnsupportedError(f"{where}: {found[0]} beside its properties cannot be enforced: leave strict out")
         types, parts = ParameterTypes(parameters), []
-        for place, key in enumerate([*properties, *(key for key in required if key not in properties)]):
+        for place, key in enumerate(dict.fromkeys([*properties, *required])):
             if not key:
                 if strict:
                     raise UnsupportedError(f"{where} has an argument without a name: name it")
@@ -206,7 +208,11 @@ class _Writer:
             schema = {"allOf": [schema, {"type": sorted(types)}]}
         if root is not None and '"$ref"' in json.dumps(schema):
             schema = {**_moved(schema, "#/$defs/root"), "$defs": {"root": _moved(root, "#/$defs/root")}}
-        self.rules.append(f"{name}j: %json {json.dumps({**schema, 'x-guidance': dict(self.whitespace)})}")
+        rule = f"{name}j: %json {json.dumps({**schema, 'x-guidance': dict(self.whitespace)})}"
+        self.size += len(rule)
+        if self.size > MAX_GRAMMAR:
+            raise UnsupportedError("the schemas are too large together: leave some out")
+        self.rules.append(rule)
         return f"{name}j"
 
 

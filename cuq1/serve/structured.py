@@ -19,7 +19,7 @@ from typing import Any, Literal
 import llguidance
 import numpy as np
 
-from cuq1.serve.call_grammar import UnsupportedError, call_grammar
+from cuq1.serve.call_grammar import MAX_GRAMMAR, UnsupportedError, call_grammar
 from cuq1.serve.grammar_mask import GrammarMask, Phase, Rules
 from cuq1.serve.request import ApiError
 from cuq1.text import Tokenizer
@@ -153,6 +153,8 @@ class Grammars:
             check_schema(tool["function"].get("parameters") or {}, f"tools[{i}].function.parameters")
 
     def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
+        if len(lark) > MAX_GRAMMAR:
+            raise ApiError("invalid", f"{param}: the schemas are too large together: leave some out", param)
         with self._lock:
             if lark in self._compiled:
                 self._compiled.move_to_end(lark)

@@ -533,6 +533,30 @@ def test_a_grammar_is_compiled_once_and_used_by_many():
     assert (second.allowed() == before).all()
 
 
+def test_references_that_fan_out_cost_no_more_than_moments():
+    """Each definition refers twice to the next: over a million strings in 2 KB."""
+    begun = time.monotonic()
+    parts = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(18)} | {"d18": {"type": "string"}}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": parts}
+    for strict in (True, False):
+        function = {"name": "go", "parameters": parameters, "strict": strict}
+        tools = check_tools([{"type": "function", "function": function}])
+        if strict:
+            with pytest.raises(ApiError, match="refers to itself, or to too much"):
+                GRAMMARS.constraint(tools=tools, choice="required")
+        else:
+            assert GRAMMARS.constraint(tools=tools, choice="required") is not None
+    large = {
+        "type": "object",
+        "properties": {f"a{i}": {"$ref": "#/$defs/x"} for i in range(400)},
+        "$defs": {"x": {"type": "integer", "title": "x" * 200_000}},
+    }
+    tools = check_tools([{"type": "function", "function": {"name": "go", "parameters": large, "strict": True}}])
+    with pytest.raises(ApiError, match="too large together"):
+        GRAMMARS.constraint(tools=tools, choice="required")
+    assert time.monotonic() - begun < 5
+
+
 @pytest.mark.parametrize(
     "schema",
     [
