@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cuq1.checkpoint.qwen2 import open_qwen2
+from cuq1.errors import DeviceError
 from cuq1.pack import pack
 from cuq1.reference.qwen2_engine import Qwen2Engine
 from tools import check_qwen2
@@ -142,11 +143,26 @@ def test_tiers_that_are_tests(monkeypatch, capsys, code, output, failed):
         return subprocess.CompletedProcess(command, code, output, "no tests ran")
 
     monkeypatch.setattr(check_qwen2.subprocess, "run", run)
+    monkeypatch.setattr(check_qwen2, "require_devices", lambda count: None)
     assert check_qwen2.main(["unit", "layer"]) == (1 if failed else 0)
     assert "gpu" in commands[0]
     assert any("test_qwen2_gemv" in part for part in commands[0])
     assert any("test_qwen2_blocks" in part for part in commands[1])
-    assert ("FAILED" in capsys.readouterr().out) == bool(failed)
+    out = capsys.readouterr().out
+    assert ("FAILED" in out) == bool(failed)
+    assert ("no GPU" in out) == ("no GPU" in output)  # why something was skipped
+
+
+@pytest.mark.parametrize("tier", ["unit", "layer"])
+def test_without_a_gpu_no_test_is_started(monkeypatch, capsys, tier):
+    def none(count):
+        raise DeviceError("device cuda needs an NVIDIA GPU, and the driver sees none")
+
+    monkeypatch.setattr(check_qwen2.subprocess, "run", lambda *args, **more: pytest.fail("tests were started"))
+    monkeypatch.setattr(check_qwen2, "require_devices", none)
+    assert check_qwen2.main([tier]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "check_qwen2: device cuda needs an NVIDIA GPU, and the driver sees none\n")
 
 
 @pytest.mark.parametrize(
