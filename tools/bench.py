@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,9 +28,21 @@ def nano() -> tuple[Path, Tokenizer, Callable[..., list[list[int]]]]:
 
 def at_least_one(text: str) -> int:
     """A count given on a command line."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
+    return _count(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """A count given on a command line, which may be 0."""
+    return _count(text, 0)
+
+
+def _count(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
     return value
 
 

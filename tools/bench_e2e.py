@@ -28,7 +28,7 @@ from cuq1.errors import RequestError
 from cuq1.models.qwen2 import position_bytes
 from cuq1.plan.dims import DRAFT
 from cuq1.sampling import DecodeParams
-from tools.bench import append_row, at_least_one
+from tools.bench import append_row, at_least_one, not_negative
 from tools.breakdown import REGIONS, breakdown, mean, problems, tokens_of, total
 from tools.e2e_report import MODES, Regions, lines, plain
 from tools.gpu import Spread, read_ceiling, spread_of
@@ -181,8 +181,10 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("--gen", type=at_least_one, default=128, help="tokens of the answer")
     parser.add_argument("--context", type=at_least_one, help="a longer prompt, measured too")
     parser.add_argument("--repeats", type=at_least_one, default=15, help="requests that are counted")
-    parser.add_argument("--warm-up", type=int, default=3, help="requests before them")
-    parser.add_argument("--traced", type=int, default=10, help="requests whose launches leave their times; 0 for none")
+    parser.add_argument("--warm-up", type=not_negative, default=3, help="requests before them")
+    parser.add_argument(
+        "--traced", type=not_negative, default=10, help="requests whose launches leave their times; 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/e2e.jsonl")
     options = parser.parse_args(argv)

@@ -75,7 +75,8 @@ def opened(path: Path) -> tuple[Subject, Tokenizer]:
 
 def report(measure: Measure, draws: int) -> dict[str, Any]:
     """Costs of INT4 with and without the logits' matrix, the intervals that explain them, and the mistakes' costs."""
-    found: dict[str, Any] = {"tokens": measure.tokens, "perplexity": measure.perplexity, "draws": draws, "failed": 0}
+    found: dict[str, Any] = {"tokens": measure.tokens, "perplexity": measure.perplexity, "draws": draws}
+    problems = []
     for name, head in (("layers", None), ("layers and lm_head", rounded)):
         cost = measure.cost(rounded, head)
         drawn = []
@@ -87,14 +88,15 @@ def report(measure: Measure, draws: int) -> dict[str, Any]:
             "perplexity": measure.perplexity * float(np.exp(cost.loss)),
             "explained": [interval([draw[i] for draw in drawn]) for i in range(2)],
         }
-        found["failed"] += not explained(cost, drawn)
+        if not explained(cost, drawn):
+            problems.append(f"rounding alone does not explain what INT4 costs in {name}")
         if head is None:
             costs = {mistake: measure.cost(change) for mistake, change in MISTAKES.items()}
             found["mistakes"] = {mistake: cost._asdict() for mistake, cost in costs.items()}
-            found["failed"] += sum(explained(cost, drawn) for cost in costs.values())
+            problems += [f"{mistake}: not noticed" for mistake, one in costs.items() if explained(one, drawn)]
     alone = measure.cost(unchanged, rounded)
     found["lm_head alone"] = {"cost": alone._asdict(), "perplexity": measure.perplexity * float(np.exp(alone.loss))}
-    return found
+    return {**found, "problems": problems, "failed": len(problems)}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -112,7 +114,16 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, cost in found["mistakes"].items():
         perplexity = found["perplexity"] * float(np.exp(cost["loss"]))
         table.append(f"{name:28} {perplexity:10.4g} {cost['loss']:8.4f} {'':18} {cost['divergence']:10.4f}")
-    return table
+    return [*table, *(f"PROBLEM: {text}" for text in found["problems"])]
+
+
+def text_of(path: Path) -> str:
+    """A file's text. Raises RequestError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{path} cannot be read as UTF-8 text ({problem}): name another file") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,7 +144,7 @@ def _run(argv: list[str] | None) -> int:
         parser.error("--draws and --piece must be at least 2")
     subject, tokenizer = opened(options.model)
     paths = options.text or sorted((ROOT / "cuq1").glob("**/*.py"))
-    ids = np.asarray(tokenizer.encode("".join(path.read_text(encoding="utf-8") for path in paths), control=False))
+    ids = np.asarray(tokenizer.encode("".join(map(text_of, paths)), control=False))
     pieces = [ids[i : i + options.piece] for i in range(0, min(options.tokens, len(ids)), options.piece)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     if not pieces:

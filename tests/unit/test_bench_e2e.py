@@ -145,7 +145,10 @@ def test_every_launch_and_part_of_a_token_has_a_region(short, chained):
         (["--gen", "1"], "--gen must be at least 2"),
         (["--context", "512"], "--context must be more than --prompt"),
         (["--config", "qwen2.5-coder-0.5b", "--model", "x"], "not allowed with"),
-        (["--prompt", "0"], "--prompt"),
+        (["--prompt", "0"], "argument --prompt: '0' is not an integer of at least 1"),
+        (["--gen", "many"], "argument --gen: 'many' is not an integer of at least 1"),
+        (["--warm-up", "-1"], "argument --warm-up: '-1' is not an integer of at least 0"),
+        (["--traced", "-1"], "argument --traced: '-1' is not an integer of at least 0"),
         (["--prompt", "32768"], "positions"),
     ],
 )

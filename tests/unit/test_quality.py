@@ -1,6 +1,8 @@
 """What INT4 costs nano lies within what its rounding explains, and what a mistake costs does not."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tools.bench import NANO
 from tools.check_cuda import perplexity
 from tools.checkpoint_qwen2 import qwen2_config
 from tools.make_checkpoint import write_qwen2_checkpoint
-from tools.quality import Measure, exchanged, floored, random_signs, rounded, scaled, unchanged
+from tools.quality import Cost, Measure, exchanged, floored, random_signs, rounded, scaled, unchanged
 
 # The same draws in every run, and a wide interval: nothing but a mistake may fail, which lies much further out.
 DRAWS, SHARE = 8, 0.9999
@@ -86,10 +88,34 @@ def test_the_command_takes_qwen2_folders(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 20)
     options = ["--model", str(folder), "--text", str(tmp_path / "text.py"), "--piece", "40", "--draws", "4", "--log"]
     status = check_quality.main(options)
-    assert "layers and lm_head" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "layers and lm_head" in out
     ((name, row),) = logged
+    assert out.count("PROBLEM: ") == len(row["problems"]) == row["failed"]
     assert (name, status) == ("quality", int(row["failed"] > 0))
     assert json.loads(json.dumps(row))["tokens"] > 100
     assert check_quality.main(["--model", str(tmp_path / "none")]) == 2
     (tmp_path / "short.py").write_text("a")
     assert check_quality.main(["--model", str(folder), "--text", str(tmp_path / "short.py")]) == 2
+    (tmp_path / "binary.py").write_bytes(b"\xff")
+    capsys.readouterr()
+    for name in ("binary.py", "none.py"):
+        assert check_quality.main(["--model", str(folder), "--text", str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name} cannot be read as UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_status_that_is_not_0_has_its_reason(monkeypatch):
+    """Costs as draws have them, but for one mistake's; the other one is none, and is not noticed."""
+    values = itertools.cycle([(1.0, 2.0), (1.1, 2.1), (0.9, 1.9)])
+    large = scaled(2.0)
+    measure = SimpleNamespace(
+        tokens=9, perplexity=3.0, cost=lambda change, head=None: Cost(*((9, 9) if change is large else next(values)))
+    )
+    monkeypatch.setattr(check_quality, "MISTAKES", {"large": large, "none at all": rounded})
+    found = check_quality.report(measure, 6)
+    assert (found["failed"], found["problems"]) == (1, ["none at all: not noticed"])
+    assert check_quality.lines(found)[-1] == "PROBLEM: none at all: not noticed"
+    monkeypatch.setattr(check_quality, "MISTAKES", {"large": large})
+    found = check_quality.report(measure, 6)
+    assert found["failed"] == 0
+    assert "PROBLEM" not in "".join(check_quality.lines(found))
