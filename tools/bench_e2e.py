@@ -185,15 +185,15 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--traced", type=not_negative, default=10, help="requests whose launches leave their times; 0 for none"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/e2e.jsonl")
     options = parser.parse_args(argv)
     if options.gen < 2:
         parser.error("--gen must be at least 2: a token's time is that from one to the next")
     if options.context and options.context <= options.prompt:
         parser.error("--context must be more than --prompt, to which it is compared")
-    more = {"int4_head": options.int4_head, "seed": options.seed, "chained": options.chained}
-    subjects = [Subject.of(name, **more) for name in options.model or options.config]
+    names = options.model or options.config
+    subjects = [Subject.of(name, int4_head=options.int4_head, chained=options.chained) for name in names]
     longest = max(options.prompt, options.context or 0) + max(options.gen, TRACED) + 1
     for subject in subjects:
         if longest > subject.config.max_position_embeddings:

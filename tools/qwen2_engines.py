@@ -6,21 +6,18 @@ from contextlib import ExitStack, contextmanager
 from ctypes import sizeof
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 from cuq1.checkpoint.nanoqwen import Nanoqwen
-from cuq1.checkpoint.packed import Packed
 from cuq1.checkpoint.qwen2 import Qwen2Model, is_qwen2, open_qwen2
 from cuq1.config_qwen2 import Qwen2Config, parse_qwen2
-from cuq1.cuda import abi, qwen2_engine, runtime
+from cuq1.cuda import abi
 from cuq1.cuda.driver import bindings, check, open_device
 from cuq1.cuda.execute import Program
 from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
-from cuq1.cuda.qwen2_weights import Qwen2Source
+from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.cuda.runtime import Runtime
-from cuq1.cuda.weights_device import random_weights
 from cuq1.errors import RequestError
 from cuq1.models import qwen2, qwen2_decode
 from cuq1.plan.types import Plan, Ref
@@ -39,11 +36,10 @@ class Subject:
     config: Qwen2Config
     opened: Qwen2Model | None
     int4_head: bool
-    seed: int
     chained: bool | None
 
     @classmethod
-    def of(cls, name: str, *, int4_head: bool = False, seed: int = 0, chained: bool | None = None) -> "Subject":
+    def of(cls, name: str, *, int4_head: bool = False, chained: bool | None = None) -> "Subject":
         """One of NAMES with random weights, a Hugging Face folder, or a .nanoqwen file.
 
         int4_head: of random weights, the logits' matrix, too, is INT4. chained: what lies between two attentions is one
@@ -53,9 +49,9 @@ class Subject:
         path, known = Path(name), name.lower()
         if path.exists() and is_qwen2(path):
             model = open_qwen2(path)
-            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, seed, chained)
+            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, chained)
         if known in NAMES:
-            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, seed, chained)
+            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, chained)
         raise RequestError(f"{name} is no Qwen2 model: name a folder, a .nanoqwen file, or {NAMES[0]} and the like")
 
     @contextmanager
@@ -67,9 +63,7 @@ class Subject:
                 stack.enter_context(_tracing(tracer))
             if mode == "eager":
                 stack.enter_context(mock.patch.object(Runtime, "run", _EagerRun()))
-            model: Any = self.opened
-            if model is None:
-                model = stack.enter_context(_random(self.config, self.int4_head, self.seed))
+            model = qwen2_layout(self.config, int4_head=self.int4_head) if self.opened is None else self.opened
             more: dict[str, Any] = {} if self.chained is None else {"chained": self.chained}
             yield stack.enter_context(
                 Qwen2CudaEngine(
@@ -85,24 +79,6 @@ class Subject:
 
 def _silent(text: str) -> None:
     pass
-
-
-@contextmanager
-def _random(config: Qwen2Config, int4_head: bool, seed: int) -> Iterator[SimpleNamespace]:
-    """What stands for a checkpoint, as long as weights are filled and not read."""
-
-    def unread(name: str) -> NoReturn:
-        raise AssertionError(f"{name} is read, and there is no checkpoint")
-
-    def fill(weights: Qwen2Source, address: int, stream: int, progress: object = None) -> None:
-        random_weights(weights.layout, address, stream, seed)
-
-    stand_in = Packed("random weights", config, int4_head, False, unread, unread)
-    with (
-        mock.patch.object(qwen2_engine, "packed", return_value=stand_in),
-        mock.patch.object(runtime, "load_weights", fill),
-    ):
-        yield SimpleNamespace(config=config)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from cuq1.errors import ConfigError, DeviceError, RequestError
 from cuq1.pack import pack
 from cuq1.sampling import DecodeParams
 from cuq1.sampling.rounds import Round
+from tools import qwen2_engines
 from tools.checkpoint_qwen2 import NAMES, qwen2_config
 from tools.make_checkpoint import write_qwen2_checkpoint
 
@@ -189,6 +190,23 @@ def test_where_weights_come_from(engine, tmp_path, monkeypatch):
             assert source.packed.rounded == rounded
             assert source.layout.dims.int4_head == (not rounded)
     assert said == [f"{hf} is rounded to INT4 while it is loaded: pack it once with python -m cuq1.pack"]
+
+
+@pytest.mark.parametrize("int4_head", [False, True])
+def test_what_benchmarks_measure_has_random_weights_or_a_files(engine, tmp_path, monkeypatch, int4_head):
+    monkeypatch.setattr(qwen2_engines, "open_device", lambda: None)
+    subject = qwen2_engines.Subject.of("qwen2.5-coder-7b", int4_head=int4_head)
+    with subject.engine("host", 33) as other:
+        random = FakeRuntime.made.weights
+        assert isinstance(random, Qwen2Random)
+        assert (random.layout, other.context) == (qwen2_layout(subject.config, int4_head=int4_head), 33)
+    hf, file = tmp_path / "hf", tmp_path / "m.nanoqwen"
+    write_qwen2_checkpoint(hf, qwen2_config(NAMES[-1]), 5, 1)
+    pack(hf, file, int4_head=int4_head)
+    with qwen2_engines.Subject.of(str(file), int4_head=not int4_head).engine("host", 33):
+        source = FakeRuntime.made.weights
+        assert isinstance(source, Qwen2Source)
+        assert source.layout.dims.int4_head == int4_head
 
 
 def test_what_is_refused_before_a_gpu_is_looked_for(monkeypatch):
