@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,54 +88,60 @@ def judged(path: Path, count: int, options: Namespace) -> Comparison:
 
 
 def graph(tier: str, options: Namespace) -> dict[str, Any]:
-    """Tokens of the captured graph against the reference's."""
+    """Tokens of the captured graph against the reference's; says of each model what it found."""
+    whole, models = Comparison(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for path, count in _models(Path(folder), options):
+            one = judged(path, count, options)
+            models[path.stem] = one.report(TOLERANCE)
+            print("\n".join(model_lines(path.stem, models[path.stem])), flush=True)
+            whole.prompts += one.prompts
+            whole.tokens += one.tokens
+            whole.places += one.places
+            whole.errors += one.errors
+    return {"models": models, **whole.report(TOLERANCE)}
+
+
+def _models(folder: Path, options: Namespace) -> Iterator[tuple[Path, int]]:
+    """Packed files and how many prompts each gets: --model, or small random models, every other with INT4 logits."""
     if options.model is not None:
-        model = open_qwen2(options.model)
-        if not isinstance(model, Nanoqwen):
+        if not isinstance(open_qwen2(options.model), Nanoqwen):
             raise RequestError(f"{options.model} is not packed: the reference would compute other weights; pack it")
-        found = {options.model.name: judged(options.model, options.prompts, options)}
-    else:
-        found = {}
-        names = [name for name in NAMES if name.endswith("-tiny")]
-        with tempfile.TemporaryDirectory() as folder:
-            for number, name in enumerate(names):
-                count = options.prompts // len(names) + (number < options.prompts % len(names))
-                path = Path(folder) / f"{name}.nanoqwen"
-                pack(
-                    write_qwen2_checkpoint(Path(folder) / name, qwen2_config(name), options.seed), path, number % 2 > 0
-                )
-                if count:
-                    found[name] = judged(path, count, options)
-    whole = Comparison()
-    for one in found.values():
-        whole.prompts += one.prompts
-        whole.tokens += one.tokens
-        whole.places += one.places
-        whole.errors += one.errors
-    return {"models": {name: one.report(TOLERANCE) for name, one in found.items()}, **whole.report(TOLERANCE)}
+        yield options.model, options.prompts
+        return
+    names = [name for name in NAMES if name.endswith("-tiny")]
+    for number, name in enumerate(names):
+        count = options.prompts // len(names) + (number < options.prompts % len(names))
+        if count:
+            path = folder / f"{name}.nanoqwen"
+            pack(write_qwen2_checkpoint(folder / name, qwen2_config(name), options.seed), path, number % 2 > 0)
+            yield path, count
 
 
 TIERS: dict[str, Callable[[str, Namespace], dict[str, Any]]] = {"unit": tests, "layer": tests, "graph": graph}
 
 
-def lines(report: dict[str, Any]) -> list[str]:
-    """A tier's outcome for a person."""
-    outcome = "FAILED" if report["failed"] else "passed"
-    if "summary" in report:
-        return [*report["failures"], f"{report['tier']}: {outcome}: {report['summary']}"]
-    table = []
-    for name, one in report["models"].items():
+def model_lines(name: str, one: dict[str, Any]) -> list[str]:
+    """A model's outcome, and every token that is not the reference's choice."""
+    table = [
+        f"{name}: {one['equal']} of {one['prompts']} prompts equal; rows' error {one['row_error_median']:.1e}, "
+        f"at the most {one['row_error_max']:.1e} of {one['tolerance']:.0e}"
+    ]
+    for place in one["places"]:
+        verdict = "a near tie" if place["gap"] <= 2 * place["error"] else "NOT EXPLAINED"
         table.append(
-            f"{name}: {one['equal']} of {one['prompts']} prompts equal; rows' error {one['row_error_median']:.1e}, "
-            f"at the most {one['row_error_max']:.1e} of {one['tolerance']:.0e}"
+            f"  prompt {place['prompt']} at {place['position']}: {place['chosen']} for {place['reference']}, "
+            f"{place['gap']:.2e} apart; error {place['error']:.2e}: {verdict}"
         )
-        for place in one["places"]:
-            verdict = "a near tie" if place["gap"] <= 2 * place["error"] else "NOT EXPLAINED"
-            table.append(
-                f"  prompt {place['prompt']} at {place['position']}: {place['chosen']} for {place['reference']}, "
-                f"{place['gap']:.2e} apart; error {place['error']:.2e}: {verdict}"
-            )
-    return [*table, f"{report['tier']}: {outcome}: {report['prompts']} prompts, {report['tokens']} tokens"]
+    return table
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """A tier's outcome."""
+    outcome = f"{report['tier']}: {'FAILED' if report['failed'] else 'passed'}: "
+    if "summary" in report:
+        return [*report["failures"], outcome + report["summary"]]
+    return [outcome + f"{report['prompts']} prompts, {report['equal']} of them equal, {report['tokens']} tokens"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,9 @@ def test_a_launch_that_leaves_no_times_is_found(gpu, capsys, monkeypatch):
 
 def test_the_graphs_tier(gpu, capsys):
     assert check_qwen2.main(["graph", "--prompts", "12", "--tokens", "24"]) == 0
-    assert "graph: passed: 12 prompts, 288 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "graph: passed: 12 prompts, " in out
+    assert "288 tokens" in out
 
 
 def test_a_changed_weight_fails_it(gpu, capsys, monkeypatch):

@@ -83,7 +83,7 @@ def test_rounding_passes_and_near_ties_are_listed(run):
     status, out, ((name, row),) = run(1e-6)
     assert (status, name, row["equal"], row["places"]) == (0, "qwen2", 6, [])
     assert "6 of 6 prompts equal" in out
-    assert "graph: passed: 6 prompts, 72 tokens" in out
+    assert "graph: passed: 6 prompts, 6 of them equal, 72 tokens" in out
     status, out, ((_, row),) = run(2e-3)
     assert status == 0
     assert 1e-3 < row["row_error_max"] < 3e-3
