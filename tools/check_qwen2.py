@@ -95,10 +95,7 @@ def graph(tier: str, options: Namespace) -> dict[str, Any]:
             one = judged(path, count, options)
             models[path.stem] = one.report(TOLERANCE)
             print("\n".join(model_lines(path.stem, models[path.stem])), flush=True)
-            whole.prompts += one.prompts
-            whole.tokens += one.tokens
-            whole.places += one.places
-            whole.errors += one.errors
+            whole.add(one)
     return {"models": models, **whole.report(TOLERANCE)}
 
 

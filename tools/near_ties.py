@@ -5,7 +5,7 @@ little, since an engine with wrong logits has large errors. So the rows' errors 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +52,13 @@ class Comparison:
     tokens: int = 0
     places: list[Place] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
+
+    def add(self, other: "Comparison") -> None:
+        """Takes in other prompts, which are numbered behind these."""
+        self.places += [replace(place, prompt=place.prompt + self.prompts) for place in other.places]
+        self.prompts += other.prompts
+        self.tokens += other.tokens
+        self.errors += other.errors
 
     def failed(self, tolerance: float | None = None) -> int:
         """Places that rounding does not explain, and rows beyond the tolerance."""

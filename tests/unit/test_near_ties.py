@@ -114,7 +114,7 @@ def test_random_models_of_all_shapes_are_made(monkeypatch):
     report = check_qwen2.graph("graph", SimpleNamespace(model=None, prompts=8, tokens=2, seed=1))
     assert [count for _, count, _ in seen] == [2, 2, 1, 1, 1, 1]
     assert {head for _, _, head in seen} == {False, True}
-    assert (report["prompts"], report["failed"], report["equal"]) == (8, 6, 7)
+    assert (report["prompts"], report["failed"], report["equal"]) == (8, 6, 2)
 
 
 def test_prompts_have_all_lengths():
