@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from cuq1.errors import RequestError
 from cuq1.sampling.mask import Mask, MaskPath
-from cuq1.sampling.params import DecodeParams, check_draft, check_prompt
+from cuq1.sampling.params import MAX_DRAFTS, DecodeParams, check_draft, check_prompt
 from cuq1.sampling.rng import fresh_seed
 from cuq1.sampling.rounds import DecodeStream, FinishReason, Round
 from cuq1.snapshots import TAIL, Saver, Snapshot, SnapshotStore, common
 
 PREFILL_CHUNK = 256
+GUARDED = 512  # positions ahead of an answer that are seen to at once
 
 
 class Limits(Protocol):
@@ -52,10 +53,17 @@ class SequenceEngine(ABC):
         self._done = 0
         self._masks = MaskPath()  # of the current request
         self._snapshots: SnapshotStore | None = None
+        self._guarded = 0  # positions below have been seen to, where they belong to snapshots
 
     @abstractmethod
     def _reset(self) -> None:
         """An empty sequence, with caches to match."""
+
+    def _clear(self) -> None:
+        """An empty sequence, though full-attention caches keep what they hold."""
+        self._reset()
+        if self._snapshots is not None:
+            self._snapshots.lost()
 
     @abstractmethod
     def _restart(self, length: int) -> int | None:
@@ -160,6 +168,7 @@ class SequenceEngine(ABC):
         with self._change():
             kept = self._keep(ids)
             self._tokens = ids
+            self._guard(len(ids))
             self._catch_up(chunk)
         return kept
 
@@ -217,6 +226,12 @@ class SequenceEngine(ABC):
         if self._snapshots is not None:
             with self._change():
                 self._remember(hint, turn=turn)
+
+    def _guard(self, end: int) -> None:
+        """Positions from the first that is not done up to `end` are about to be written."""
+        if self._snapshots is not None:
+            self._snapshots.overwrite(self._done, min(end, self.context), self._tokens)
+            self._guarded = end
 
     def _remember(self, hint: str, *, turn: bool) -> None:
         store = self._snapshots
@@ -278,10 +293,8 @@ class SequenceEngine(ABC):
         """Keep `length` tokens, and what the caches hold of positions before `restart`."""
         if length == len(self._tokens):
             return
-        if self._snapshots is not None:
-            self._snapshots.leave(length)
         if length == 0:
-            self._reset()
+            self._reset() if self._snapshots is None else self._clear()
             return
         self._tokens = self._tokens[:length]
         self._forget(self._done - restart)
@@ -306,6 +319,7 @@ class SequenceEngine(ABC):
         check_draft(params.draft, self.max_drafts)
         self._request += 1
         self._masks = MaskPath(mask)
+        self._guarded = 0
         seed = fresh_seed() if params.seed is None else params.seed
         return DecodeStream(seed, self._rounds(params, seed, self._request))
 
@@ -340,6 +354,8 @@ class SequenceEngine(ABC):
         step: Round | None = None
         while True:
             with self._change():
+                if self._snapshots is not None and self._guarded < len(self._tokens) + MAX_DRAFTS + 1:
+                    self._guard(len(self._tokens) + GUARDED)
                 step = self._first(params, seed) if step is None else self._round(params, seed)
                 tokens, stopped = _cut(step.tokens, budget, params.stop_tokens)
                 self._commit(tokens)

@@ -2,9 +2,9 @@
 
 A full-attention cache only grows, so that a sequence's rows stay where they are until another sequence takes their
 place; a sliding window's ring forgets. A snapshot therefore copies at once what is forgotten (rings, the draft's cache,
-hidden states: its `state`), and rows of full-attention caches only when they are about to be overwritten (`leave`). Of
-the rows of a snapshot of n tokens, those before `live` are in the caches, and all others in pieces, which snapshots of
-the same sequence share.
+hidden states: its `state`), and of the rows of full-attention caches those alone that are about to be overwritten, when
+they are: a short request between two turns of a long conversation costs a few rows. Each row of a snapshot is `intact`
+in the caches, or in a piece, or both; snapshots of the same sequence share pieces.
 
 Where memory runs short, copies move from the first tier (the GPU) to the second (the host), least recently used first,
 and what is worth least is dropped: a prompt that was overtaken by its conversation, then one that nobody came back to,
@@ -93,7 +93,8 @@ class Piece:
 class Snapshot:
     """tokens: the sequence; marks: the engine's own; turn: it is a prompt's end, where a conversation goes on.
 
-    parent: the longest snapshot that this one goes on from; hits: requests that went on from here.
+    intact: bool [tokens], whether the caches hold a position's row. parent: the longest snapshot that this one goes on
+    from; hits: requests that went on from here.
     """
 
     tokens: Ids
@@ -101,7 +102,7 @@ class Snapshot:
     marks: Any
     hint: str
     turn: bool
-    live: int
+    intact: NDArray[np.bool_]
     used: int
     pieces: list[Piece] = field(default_factory=list)
     hits: int = 0
@@ -109,6 +110,13 @@ class Snapshot:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def lacking(self) -> NDArray[np.bool_]:
+        """bool [tokens]: no piece has this row."""
+        found = np.ones(len(self), np.bool_)
+        for piece in self.pieces:
+            found[piece.start : piece.end] = False
+        return found
 
 
 class SnapshotStore:
@@ -198,7 +206,7 @@ class SnapshotStore:
         """The sequence that the caches hold now."""
         self._clock += 1
         ids = np.asarray(tokens, np.int32)
-        new = Snapshot(ids, state, marks, hint, turn, len(ids), self._clock)
+        new = Snapshot(ids, state, marks, hint, turn, np.ones(len(ids), np.bool_), self._clock)
         new.parent = max((one for one in self._snapshots if _goes_on(one, new)), key=len, default=None)
         for one in self._snapshots:
             if _goes_on(new, one) and (one.parent is None or len(one.parent) < len(new)):
@@ -206,58 +214,69 @@ class SnapshotStore:
         self._snapshots.append(new)
         self._fit(0)
 
-    def leave(self, keep: int) -> None:
-        """The caches' positions from `keep` on are about to be overwritten."""
-        for snapshot in sorted(
-            self._snapshots, key=len, reverse=True
-        ):  # the longest first: shorter ones share its piece
-            if snapshot not in self._snapshots or snapshot.live <= keep:
+    def overwrite(self, start: int, end: int, tokens: Sequence[int]) -> None:
+        """The caches' positions start .. end - 1 are about to be written, for a sequence that begins with `tokens`."""
+        written = np.asarray(tokens, np.int32)
+        for snapshot in sorted(self._snapshots, key=len, reverse=True):  # shorter ones share the longest one's pieces
+            first, last = max(start, common(snapshot.tokens, written)), min(end, len(snapshot))
+            if first >= last or snapshot not in self._snapshots:
                 continue
-            for start, end in _gaps(snapshot.pieces, keep, snapshot.live):
-                if not self._save(start, end):
+            need = snapshot.intact & snapshot.lacking()
+            for low, high in _stretches(need[first:last], first):
+                if not self._save(snapshot, low, high):
                     break
-            snapshot.live = min(snapshot.live, keep)
+            snapshot.intact[first:last] = False
 
-    def _save(self, start: int, end: int) -> bool:
-        """Copy rows for all snapshots that have them in the caches alone; False where they had to be dropped."""
+    def _save(self, snapshot: Snapshot, start: int, end: int) -> bool:
+        """Copy rows that caches alone have; False where there is no room, and snapshots that need them are dropped."""
         most = max(1, self._first // (4 * max(1, self.saver.row_bytes())))  # so that older copies can spill meanwhile
         for part in range(start, end, most):
-            if not self._save_part(part, min(part + most, end)):
-                self._drop([one for one in self._snapshots if one.live > part and _lacks(one, part, end)])
+            if not self._save_part(snapshot, part, min(part + most, end)):
+                shared = [(one, common(one.tokens, snapshot.tokens)) for one in self._snapshots]
+                self._drop([one for one, same in shared if (one.intact & one.lacking())[part : min(end, same)].any()])
                 return False
         return True
 
-    def _save_part(self, start: int, end: int) -> bool:
+    def _save_part(self, snapshot: Snapshot, start: int, end: int) -> bool:
         size = (end - start + self.saver.padding) * self.saver.row_bytes()
         copy = self.saver.copy_rows(start, end) if self.room(size) else None
         if copy is None:
             return False
-        takers = [one for one in self._snapshots if one.live > start and _lacks(one, start, end)]
-        for snapshot in takers:
-            snapshot.pieces.append(Piece(start, min(end, snapshot.live), copy))
-        if not takers:  # what it was for had to make room
+        taken = False
+        for one in self._snapshots:
+            # where another sequence's row is this one's, all rows before it are
+            same = min(end, common(one.tokens, snapshot.tokens))
+            if start < same and one.lacking()[start:same].any():
+                one.pieces.append(Piece(start, same, copy))
+                taken = True
+        if not taken:  # what it was for had to make room
             copy.free()
         return True
 
     def restore(self, snapshot: Snapshot) -> None:
         """Bring a snapshot's rows back into the caches, in place of what they hold."""
         self._pinned = snapshot
-        self.leave(snapshot.live)
+        gone = _stretches(~snapshot.intact, 0)
+        for start, end in gone:
+            self.overwrite(start, end, snapshot.tokens.tolist())
         self._pinned = None
-        at = snapshot.live
-        while at < len(snapshot):
-            piece = next(one for one in snapshot.pieces if one.start <= at < one.end)
-            end = min(piece.end, len(snapshot))
-            self.saver.put_rows(piece.copy, piece.start, at, end)
-            at = end
+        for start, end in gone:
+            at = start
+            while at < end:
+                piece = next(one for one in snapshot.pieces if one.start <= at < one.end)
+                stop = min(piece.end, end)
+                self.saver.put_rows(piece.copy, piece.start, at, stop)
+                at = stop
         for other in self._snapshots:
-            other.live = common(other.tokens, snapshot.tokens)
+            same = common(other.tokens, snapshot.tokens)
+            other.intact[:same] = True
+            other.intact[same : len(snapshot)] = False
 
     def lost(self) -> None:
         """The caches hold nothing any more: what is in them alone is gone."""
-        self._drop([one for one in self._snapshots if _lacks(one, 0, len(one))])
+        self._drop([one for one in self._snapshots if one.lacking().any()])
         for snapshot in self._snapshots:
-            snapshot.live = 0
+            snapshot.intact[:] = False
 
     def clear(self) -> None:
         """Drop everything."""
@@ -326,20 +345,7 @@ def _goes_on(first: Snapshot, second: Snapshot) -> bool:
     return len(second) > len(first) and same >= len(first) - TAIL and same > len(first) // 2
 
 
-def _lacks(snapshot: Snapshot, start: int, end: int) -> bool:
-    """Whether the snapshot has any of these positions in the caches alone."""
-    return any(True for _ in _gaps(snapshot.pieces, start, min(end, snapshot.live)))
-
-
-def _gaps(pieces: Sequence[Piece], start: int, end: int) -> Iterable[tuple[int, int]]:
-    """The stretches of start .. end - 1 that no piece covers."""
-    for piece in sorted(pieces, key=lambda one: one.start):
-        if start >= end:
-            return
-        if piece.end <= start:
-            continue
-        if piece.start > start:
-            yield start, min(piece.start, end)
-        start = max(start, piece.end)
-    if start < end:
-        yield start, end
+def _stretches(where: NDArray[np.bool_], offset: int) -> list[tuple[int, int]]:
+    """(start, end) of each stretch that is true; places are counted from `offset`."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], where, [False])).astype(np.int8))) + offset
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]

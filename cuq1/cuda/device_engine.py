@@ -98,14 +98,17 @@ class DeviceEngine(SequenceEngine):
 
     def _reset(self) -> None:
         """An empty sequence. What the caches hold is finite, and beyond every position that counts."""
+        self._clear()
+        self._runtime.recover()
+        self._runtime.empty()
+
+    def _clear(self) -> None:
         self._tokens = []
         self._done = 0
         self._settled = 0  # positions whose draft rows are final
         self._fresh = False  # row 0 of hidden states and logits belongs to position done - 1
         self._target_end = 0  # one past the highest position that was ever written, rejected rows included
         self._draft_end = 0
-        self._runtime.recover()
-        self._runtime.empty()
 
     def _saver(self, first: int, second: int) -> DeviceSaver:
         """Takes the memory for snapshots; DeviceError where it is not there."""
@@ -259,6 +262,7 @@ class DeviceEngine(SequenceEngine):
         budget = self._budget(params)
         with self._change():
             self._catch_up(self.chunk)
+            self._guard(len(self._tokens) + budget + ROWS)
             state = self._runtime.request(params, seed, self._done, self._limit(params))
             self._drafted = state.draft_limit
             loop.start(state, budget, params.stop_tokens, len(self._tokens), self._room)
@@ -356,7 +360,7 @@ class DeviceEngine(SequenceEngine):
         self._check_open()
         with self._change():
             if self._snapshots is not None:
-                self._snapshots.leave(start)
+                self._snapshots.overwrite(start, start + len(rows), [])
             self._target_end = max(self._target_end, start + len(rows))
             self._fresh = False
             most = self._runtime.plans.most_rows

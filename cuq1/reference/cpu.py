@@ -79,6 +79,15 @@ class CpuEngine(SequenceEngine):
         if self._done == len(self._tokens) and self._logits is None:
             self._forget(1)
 
+    def _clear(self) -> None:
+        """An empty sequence in the same caches."""
+        self._tokens = []
+        self._done = 0
+        self._logits = None
+        for cache in self.caches():
+            if isinstance(cache, RingCache):
+                cache.end = 0
+
     def _computing(self) -> AbstractContextManager[object]:
         """BLAS on one thread: more gain little on products this small, and on shared cores wait for each other."""
         limit: AbstractContextManager[object] = self._blas.limit(limits=1, user_api="blas")

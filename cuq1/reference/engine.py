@@ -61,6 +61,11 @@ class ReferenceEngine(CpuEngine):
         # Hidden states of positions done - len(hidden) .. done - 1: those that the draft has still to settle.
         self._hidden: F32 = np.empty((0, self.config.hidden_size), np.float32)
 
+    def _clear(self) -> None:
+        super()._clear()
+        self._settled = 0
+        self._hidden = self._hidden[:0]
+
     def _new_caches(self) -> None:
         self._target = self._forward(self.context)
         self._draft: DraftForward | None = None

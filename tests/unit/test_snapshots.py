@@ -40,6 +40,8 @@ class FakeCopy:
 class FakeSaver:
     """Caches that hold one number a position, and a state of three."""
 
+    padding = 0
+
     def __init__(self, slack=2):
         self.slack, self.state_bytes, self.copies = slack, 30, []
         self.rows = np.zeros(1000, np.int64)
@@ -77,7 +79,7 @@ class FakeEngine:
             assert self.saver.rows[: len(found)].tolist() == self.tokens, "rows that are not the sequence's"
             live = common(found.tokens, np.array(ids, np.int32))
         self.store.reached(ids, live)
-        self.store.leave(live)
+        self.store.overwrite(live, len(ids), ids)
         self.tokens = list(ids)
         self.saver.rows[live : len(ids)] = ids[live:]
         return live
@@ -93,9 +95,13 @@ class FakeEngine:
         assert second <= store._second
         assert first + second == sum(copy.nbytes for copy in self.saver.held())
         for one in store._snapshots:
-            assert self.saver.rows[: one.live].tolist() == one.tokens[: one.live].tolist()
-            covered = set(range(one.live)).union(*(range(piece.start, piece.end) for piece in one.pieces))
-            assert covered >= set(range(len(one)))
+            assert (self.saver.rows[: len(one)][one.intact] == one.tokens[one.intact]).all()
+            for piece in one.pieces:
+                assert (
+                    piece.copy.values[: piece.end - piece.start].tolist()
+                    == one.tokens[piece.start : piece.end].tolist()
+                )
+            assert (one.intact | ~one.lacking()).all()
 
 
 def conversation(rng):
@@ -142,7 +148,7 @@ def test_rows_come_back_as_they_were_and_bounds_hold(first, second, slack):
 
 
 def test_without_copies_the_rows_are_wrong(monkeypatch):
-    monkeypatch.setattr(SnapshotStore, "leave", lambda self, keep: None)
+    monkeypatch.setattr(SnapshotStore, "overwrite", lambda self, start, end, tokens: None)
     with pytest.raises((AssertionError, StopIteration)):
         plays(FakeEngine, 12)
 
@@ -151,10 +157,10 @@ def test_a_restore_that_forgets_whose_rows_are_where_is_noticed(monkeypatch):
     restore = SnapshotStore.restore
 
     def forgetful(self, snapshot):
-        before = [(one, one.live) for one in self._snapshots]
+        before = [(one, one.intact.copy()) for one in self._snapshots]
         restore(self, snapshot)
-        for one, live in before:
-            one.live = live
+        for one, intact in before:
+            one.intact = intact
 
     monkeypatch.setattr(SnapshotStore, "restore", forgetful)
     with pytest.raises((AssertionError, StopIteration)):
@@ -184,6 +190,32 @@ def test_requests_that_nobody_comes_back_to_take_no_conversations_place(hint):
             assert kept == grown - 40
             engine.remember("main")
             main += [9] * 40
+
+
+def test_a_short_request_costs_a_few_rows():
+    engine = FakeEngine(PLENTY)
+    main = [1] * 900
+    turns(engine, main, 1)
+    before = engine.store.nbytes[0]
+    turns(engine, [2] * 30, 1)
+    assert engine.store.nbytes[0] == before + 30 + 30 * 10  # its own state, and the rows in its place
+    assert engine.prefill(main) == 900
+    engine.check()
+
+
+def test_an_answer_that_is_given_again_does_not_take_a_snapshots_rows(models):
+    """A prompt's answer is remembered, and another one is given to the same prompt, without a prefill between them."""
+    one, other = models
+    one.keep_snapshots(PLENTY)
+    ids = [3, *range(60)]
+    one.prefill(ids)
+    said = answer(one, 1, 40)
+    one.remember()
+    one.rewind(len(ids))
+    assert answer(one, 2, 50) != said
+    one.prefill([*ids, *said, 5])
+    other.prefill([*ids, *said, 5])
+    assert np.array_equal(one._logits, other._logits)
 
 
 def test_the_first_turn_is_kept_where_its_client_gives_a_hint():
@@ -348,7 +380,7 @@ def test_rows_that_come_back_changed_are_noticed(models, monkeypatch):
 def test_an_interrupt_loses_only_what_the_caches_held(tiny, monkeypatch):
     with ReferenceEngine(tiny) as one, ReferenceEngine(tiny) as other:
         one.keep_snapshots(PLENTY)
-        first, second = [1, *range(90)], [2, *range(80)]
+        first, second = [1, *range(80)], [2, *range(90)]
         one.prefill(first)
         one.remember()
         one.prefill(second)  # the first's rows are copied now
