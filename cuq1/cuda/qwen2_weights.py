@@ -20,6 +20,7 @@ from cuq1.plan.dims import MAX_TOP_K
 from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES, Qwen2Dims, padded, qwen2_dims, tiles
 
 MOST_HIDDEN = 5120  # columns of the logits' matrix that lm_head.cu keeps in registers
+MOST_INNER = 32768  # columns of down whose inputs shared memory holds beside what is copied
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,14 @@ def qwen2_layout(config: Qwen2Config, *, int4_head: bool = False) -> Qwen2Layout
 
     Raises ConfigError where the model's sizes have no kernels.
     """
-    if config.hidden_size > MOST_HIDDEN:
-        raise ConfigError(
-            f"hidden_size is {config.hidden_size}, and the CUDA kernels compute {MOST_HIDDEN} at most: use --device "
-            "cpu for this model"
-        )
+    for name, size, most in (
+        ("hidden_size", config.hidden_size, MOST_HIDDEN),
+        ("intermediate_size", config.intermediate_size, MOST_INNER),
+    ):
+        if size > most:
+            raise ConfigError(
+                f"{name} is {size}, and the CUDA kernels compute {most} at most: use --device cpu for this model"
+            )
     if config.vocab_size < MAX_TOP_K:
         raise ConfigError(
             f"vocab_size is {config.vocab_size}, and the CUDA kernels sample from {MAX_TOP_K} at least: use "

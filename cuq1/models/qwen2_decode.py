@@ -22,7 +22,7 @@ from cuq1.plan.types import Plan, Ref
 
 
 class Builder(Collector):
-    """A plan in the making. context: positions cached, of which the bytes are counted; short: see `token_of`."""
+    """A plan in the making. context: positions cached, of which the bytes are counted; short: see `round_of`."""
 
     def __init__(self, model: Model, context: int = 0, *, short: bool = False) -> None:
         super().__init__(model.weights.tensors, working_buffers(model))

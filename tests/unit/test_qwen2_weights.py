@@ -218,6 +218,12 @@ def test_sizes_without_kernels_are_refused():
     config = parse_qwen2(qwen2_config("qwen2.5-coder-7b", hidden_size=6144, num_attention_heads=48))
     with pytest.raises(ConfigError, match="hidden_size is 6144"):
         qwen2_layout(config)
+    config = parse_qwen2(qwen2_config("qwen2.5-coder-7b", intermediate_size=32896))
+    with pytest.raises(ConfigError, match="intermediate_size is 32896, and the CUDA kernels compute 32768 at most"):
+        qwen2_layout(config)
+    config = parse_qwen2(qwen2_config("qwen2.5-coder-7b-tiny", vocab_size=31, eos_token_id=5, bos_token_id=4))
+    with pytest.raises(ConfigError, match="vocab_size is 31"):
+        qwen2_layout(config)
     config = parse_qwen2(qwen2_config("qwen2.5-coder-7b", num_key_value_heads=2))
     with pytest.raises(ConfigError, match="num_attention_heads 28 for num_key_value_heads 2"):
         qwen2_layout(config)
