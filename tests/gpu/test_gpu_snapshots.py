@@ -70,15 +70,21 @@ def back_and_forth(one, other, rounds=6):
         assert answer(one, number) == answer(other, number)
 
 
-@pytest.mark.parametrize(("first", "second"), [(GIB, 0), (48 << 20, GIB)])
-def test_answers_are_those_without_snapshots(engines, first, second):
+@pytest.mark.parametrize("spilled", [False, True])
+def test_answers_are_those_without_snapshots(engines, spilled):
+    """Also where the GPU has room for two of them and a few rows, and the host for the others."""
     one, other = engines
+    one.keep_snapshots(GIB)
+    saver = one._snapshots.saver
+    first = 5 * saver.state_bytes // 2 + 400 * saver.row_bytes() if spilled else GIB
+    second = GIB if spilled else 0
     one.keep_snapshots(first, second)
     try:
         back_and_forth(one, other)
         used = one.snapshot_bytes
         assert used[0] <= first
         assert used[1] <= second
+        assert (used[1] > 0) == spilled
     finally:
         one.keep_snapshots(0)
 
