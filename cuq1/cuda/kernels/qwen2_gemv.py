@@ -54,9 +54,9 @@ WIDE_DOWN = Ring(2, 4, AFTER_WAIT)  # where the token takes more than 40 KB
 LM_HEAD = Ring(4, 2, AFTER_WAIT, warps=12, digits=True)
 CHAIN = Ring(2, 3, AFTER_WAIT, warps=16, digits=True)
 AHEAD = 0  # copies of a warp of the next launch that L2 is asked for
-FIRST = 3  # copies of a warp's ring that are sent before the predecessor's end
-LATE = 0  # 1: a copy is sent behind the products of what it replaces
-DEFERRED = 0  # copies of a warp that wait until the next phase's token is there
+FIRST = 2  # copies of a warp's ring that are sent before the predecessor's end
+LATE = 1  # 1: a copy is sent behind the products of what it replaces
+DEFERRED = 1  # copies of a warp that wait until the next phase's token is there
 
 
 def common(dims: Qwen2Dims) -> Defines:
