@@ -327,8 +327,9 @@ WRONG = {
 @pytest.mark.parametrize("why", WRONG)
 def test_a_wrong_kernel_is_noticed(gpu, why):
     dims = DIMS["0.5b"]
-    ring = qwen2_gemv.Ring(1, 4, qwen2_gemv.AFTER_WAIT)
-    for name in ("o_proj", "down"):
+    ring = qwen2_gemv.Ring(1, 1, qwen2_gemv.AFTER_WAIT)
+    # o_proj's warps have a unit at most here, whose copy may have come before the token in any case
+    for name in ("down",) if "waited" in why else ("o_proj", "down"):
         try:
             kernel = getattr(qwen2_gemv, name)(dims, ring)
             found = check(gpu, name, dims, fresh(), in_header(*WRONG[why]), kernel=kernel)
