@@ -98,7 +98,10 @@ async def _models(request: Request) -> Response:
 
 async def _model(request: Request) -> Response:
     """Any name is served, and it is the same model."""
-    return JSONResponse(_entry(request, request.path_params["name"]))
+    name = request.path_params["name"]
+    if not name:
+        raise HTTPException(404)
+    return JSONResponse(_entry(request, name))
 
 
 def _entry(request: Request, name: str) -> dict[str, Any]:
@@ -112,5 +115,7 @@ def _entry(request: Request, name: str) -> dict[str, Any]:
         "max_model_len": service.context,
         "type": "model",
         "display_name": service.model_name,
+        "lifecycle": "active",
+        "max_input_tokens": service.context,
         "created_at": datetime.fromtimestamp(started, UTC).isoformat().replace("+00:00", "Z"),
     }

@@ -6,6 +6,7 @@ The prompt is a string, or token ids. `logprobs` are of the raw distribution, as
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from starlette.routing import Route
 from cuq1.errors import Cuq1Error
 from cuq1.sampling.params import check_prompt
 from cuq1.serve import body as fields
+from cuq1.serve.agents import plain
 from cuq1.serve.errors import openai_body
 from cuq1.serve.http import COMMENT, EventStream, invalid, read_json, refuse, sse, unless_gone
 from cuq1.serve.openai import FINISH, Counts, Plan, envelope, response_schema, stream_options
@@ -22,6 +24,9 @@ from cuq1.serve.request import Answer, ApiError, Finished, Generation, Piece, Qu
 from cuq1.serve.service import EngineService
 from cuq1.serve.settings import MAX_LOGPROBS
 from cuq1.text import Prompt
+
+DEFAULT_TOKENS = 16
+"""Of an answer, as the interface has it: raw text seldom comes to an end of its own."""
 
 
 def _plan(body: Mapping[str, Any], service: EngineService) -> Plan:
@@ -32,7 +37,7 @@ def _plan(body: Mapping[str, Any], service: EngineService) -> Plan:
     logprobs = fields.integer(body, "logprobs", 0, MAX_LOGPROBS)
     if echo and logprobs is not None:
         refuse("logprobs", "is not supported together with echo: the prompt's tokens are not scored")
-    params = fields.params(body, service.defaults, "max_tokens")
+    params = fields.params(body, replace(service.defaults, max_tokens=DEFAULT_TOKENS), "max_tokens")
     generation = Generation(
         prompt=raw_prompt(body, service),
         params=params,
@@ -164,8 +169,9 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens(body: Mapping[str, Any], service: EngineService) -> list[int]:
     if body.get("messages") is not None:
+        fields.check_neutral(body)
         thinking, variables = fields.thinking(body)
-        messages, tools = fields.messages(body), fields.tools(body)
+        messages, tools = fields.messages(body), plain(fields.tools(body))
         return service.renderer.prompt(messages, tools, enable_thinking=thinking, template_kwargs=variables).ids
     text = fields.string(body, "prompt")
     if text is None:

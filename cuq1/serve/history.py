@@ -4,6 +4,8 @@ Agents of both dialects send the parts of one assistant's turn as items of their
 the order in which tools ended. A prompt that is to begin with the last one has to put both together as they were.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 NO_IMAGE = "[An image was here. This model reads text only and cannot see it.]"
@@ -88,3 +90,26 @@ class History:
 def blocks(texts: list[str]) -> str:
     """Blocks of one message as one text."""
     return BETWEEN_BLOCKS.join(texts)
+
+
+def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of `check_messages`, with the results of one turn's calls in the order of the calls.
+
+    A template shows results without ids: in another order, each would be taken for that of another call.
+    """
+    ordered: list[dict[str, Any]] = []
+    places: dict[str, int] = {}  # of the latest turn's calls, by id
+    for results, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if results:
+            ordered += sorted(run, key=lambda result: _place(result.get("tool_call_id"), places))
+            continue
+        for message in run:
+            ordered.append(message)
+            if message["role"] == "assistant":
+                ids = [call.get("id") for call in message.get("tool_calls") or ()]
+                places = {id_: place for place, id_ in enumerate(ids) if isinstance(id_, str)}
+    return ordered
+
+
+def _place(call_id: Any, places: dict[str, int]) -> int:
+    return places.get(call_id, len(places)) if isinstance(call_id, str) else len(places)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from cuq1.serve.request import Event, Finished, Generation, Piece, Started
 
-
 JOINED = 4096  # characters: a joined piece of that length goes on in another, so that joining costs no more than this
 
 

@@ -117,6 +117,7 @@ COMPLETION: Schema = {
     "properties": SAMPLING
     | {
         "prompt": {"anyOf": [STRING, IDS, {"type": "array", "items": STRING, "minItems": 1, "maxItems": 1}]},
+        "max_tokens": POSITIVE | {"description": "16 where it is left out"},
         "echo": BOOLEAN,
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
         "n": {"enum": [None, 1]},

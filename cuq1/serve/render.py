@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuq1.errors import TextError
+from cuq1.serve.history import in_call_order
 from cuq1.serve.request import ApiError
 from cuq1.serve.turns import TurnMemory
 from cuq1.text import ChatTemplate, Prompt, TextSource, Tokenizer, check_messages
@@ -43,9 +44,10 @@ class ChatRenderer:
         if self._template is None:
             raise ApiError("invalid", f"this model has no chat template ({self._missing})", "messages")
         try:
+            messages = in_call_order(check_messages(messages))
             written: Mapping[int, Written] = {}
             if self._turns is not None:
-                messages, written = self._turns.restore(check_messages(messages))
+                messages, written = self._turns.restore(messages)
             return self._template.prompt(
                 messages, tools=tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs, written=written
             )

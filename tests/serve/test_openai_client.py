@@ -5,6 +5,7 @@ import json
 import httpx
 import openai
 import pytest
+from anthropic.types import ModelInfo
 
 from cuq1.engine import open_engine
 from cuq1.serve.settings import Settings
@@ -116,6 +117,23 @@ def test_a_second_turn_reuses_the_first(client):
     assert held - 1 <= second.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens
 
 
+def test_results_are_rendered_in_the_order_of_their_calls(base_url):
+    """Tools that run side by side end in any order; a template shows what they brought without ids."""
+
+    def call(id_, path):
+        function = {"name": "read_file", "arguments": json.dumps({"path": path})}
+        return {"id": id_, "type": "function", "function": function}
+
+    def prompt(*results):
+        turns = [{"role": "assistant", "content": "", "tool_calls": [call("a", "A"), call("b", "B"), call("c", "C")]}]
+        turns += [{"role": "tool", "content": f"of {id_}"} | ({"tool_call_id": id_} if id_ else {}) for id_ in results]
+        return post(base_url, "/tokenize", {"messages": [*COMMAND, *turns, *turns[:1], *turns[3:0:-1]]})["tokens"]
+
+    assert prompt("c", "a", "b") == prompt("b", "c", "a") == prompt("a", "b", "c")
+    assert prompt("a", "b", "other") == prompt("other", "b", "a") != prompt("a", "b", "c")
+    assert prompt("z", "y") != prompt("y", "z")  # whose they are is not known: as they came
+
+
 def test_usage_counts_reasoning(client):
     whole = ask(client, seed=5, max_tokens=200)
     details = whole.usage.completion_tokens_details
@@ -186,6 +204,22 @@ def test_completions(client, service):
     assert echoed.choices[0].text == options["prompt"] + whole.choices[0].text
 
 
+def test_a_completion_without_a_bound_is_short(client):
+    """Sixteen tokens, as the interface has it: raw text would go on to the context's end."""
+    options = {"model": "m", "prompt": "def f(x):\n", "temperature": 0}
+    short, longer = client.completions.create(**options), client.completions.create(**options, max_tokens=17)
+    assert (short.usage.completion_tokens, longer.usage.completion_tokens) == (16, 17)
+    assert short.choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_tokenized_as_it_is_asked(client, base_url):
+    body = {"messages": COMMAND, "tools": [RUN | {"function": RUN["function"] | {"strict": True}}]}
+    asked = client.chat.completions.create(model="m", max_tokens=1, **body)
+    assert post(base_url, "/tokenize", body)["count"] == asked.usage.prompt_tokens
+    refused = httpx.post(f"{base_url}/tokenize", json=body | {"add_generation_prompt": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_generation_prompt")
+
+
 def test_control_tokens_count_in_raw_prompts_alone(client, base_url, service):
     control = service.tokenizer.control_tokens["<|iquest_end|>"]
     raw = post(base_url, "/tokenize", {"prompt": "a<|iquest_end|>"})
@@ -202,8 +236,10 @@ def test_control_tokens_count_in_raw_prompts_alone(client, base_url, service):
     assert usage.prompt_tokens == len(ids)
 
 
-def test_models(client, service):
+def test_models(client, base_url, service):
     (model,) = client.models.list().data
+    ModelInfo.model_validate(model.model_dump())  # as the anthropic client has it
+    assert httpx.get(f"{base_url}/v1/models/").status_code == 404
     assert (model.id, model.max_model_len) == (service.model_name, service.context)
     assert client.models.retrieve("any/name").object == "model"
 
