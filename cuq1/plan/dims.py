@@ -1,6 +1,6 @@
 """The sizes of one rank's share, as kernels are compiled for them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuq1.config import DraftConfig, Q1Config
 
@@ -46,10 +46,6 @@ class Dims:
     @property
     def q_width(self) -> int:
         return self.q_heads * HEAD_DIM
-
-    def with_inner(self, inner: int, *, fp8: bool) -> "Dims":
-        """The same share with experts of another width: a dense layer is computed as experts that every row chose."""
-        return replace(self, inner=inner, fp8_experts=fp8)
 
 
 def dims_of(config: Q1Config, tp: int) -> Dims:
