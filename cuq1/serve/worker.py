@@ -167,7 +167,7 @@ class Worker:
         job = self._next()
         try:
             if job is None:
-                if self._lost:
+                if self._lost and self._engine is not None:
                     self._recover(EngineFailure("it ended while nothing was asked of it"))
                 return not self._ended
             self._answer(job)

@@ -2,17 +2,44 @@
 
 import random
 
+import httpx
 import numpy as np
 import pytest
 
 from cuq1.engine import open_engine
+from cuq1.errors import DeviceError
 from cuq1.sampling import DecodeParams
 from cuq1.serve import prompt as prompt_module
 from tests.paths import NANO
-from tests.serve.running import LIMIT, nano_service, post, serving
+from tests.serve.running import LIMIT, nano_service, post, serving, wait_for
 from tests.serve.watched import Watched
 
 WINDOW = 512  # of a draft model, whose rows may have to be made again
+
+
+class Mortal(Watched):
+    """An engine that ends while it computes, and says so before that is seen in its answer."""
+
+    def watch(self, lost):
+        self._lost = lost
+
+    def _step(self):
+        self._lost()
+        raise DeviceError("the process has ended")
+
+
+def test_a_failure_is_said_once(caplog):
+    service = nano_service(lambda: Mortal(open_engine(NANO, "cpu")), restarts=0)
+    with serving(service) as url:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT).status_code == 500
+        wait_for(lambda: not service.worker.busy)
+        assert httpx.get(f"{url}/health").json()["status"] == "failed"
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT).status_code == 503
+    assert service.close(timeout=LIMIT)
+    assert [record.message for record in caplog.records if "failed:" in record.message] == [
+        "the engine failed: the process has ended"
+    ]
 
 
 @pytest.fixture(scope="module")
