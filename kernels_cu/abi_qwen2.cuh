@@ -132,8 +132,6 @@ struct Qwen2ChainArgs {
     const uint8_t* gate_up_weights;
     const uint8_t* down_weights;
     const uint8_t* qkv_weights;     // of the next layer, or null in the last one
-    const uint8_t* ahead_o_weights;        // of the next layer, which L2 is asked for, or null
-    const uint8_t* ahead_gate_up_weights;
     const f16* post_norm;           // [HIDDEN]
     const f16* next_norm;           // [HIDDEN], the next layer's input_norm, or null
     const float* residual;          // [HIDDEN]

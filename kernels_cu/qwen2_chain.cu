@@ -1,9 +1,8 @@
 // Everything between two attentions: o_proj, the MLP (gate and up, then down) and the next layer's q, k and v, in one launch
 // whose weights stream without a stop.
 //
-// PRECOND  grid GEMV_BLOCKS, block 32 WARPS, all blocks resident together: one a multiprocessor, which their shared memory
-//          sees to, on a GPU that has as many. weights 16-byte aligned units (abi_qwen2.cuh), never written. attended is the
-//          predecessor's; residual is older than it. o_pieces, inner and down_pieces hold NOT_READY in every word that the
+// PRECOND  grid GEMV_BLOCKS, block 32 WARPS, all blocks resident together, as on a GPU that has as many multiprocessors.
+//          weights 16-byte aligned units (abi_qwen2.cuh), never written. attended is the predecessor's; residual is older. o_pieces, inner and down_pieces hold NOT_READY in every word that the
 //          launch stores before anyone polls for it: `unready`, which the launch before this one has cleared, or the token's
 //          first launch for the first layer. LAST: without q, k and v.
 // READS    the four matrices, once; from L2 in each block the token of each phase: 2 padded(Q_HEADS HEAD_SIZE) bytes, the
@@ -16,7 +15,8 @@
 // Here the order in which a warp's units come is known for all four matrices, so its ring runs on through a phase's end: while
 // a block waits for the others' results, memory delivers what comes next. Results are their own ready flags
 // (common/flagged.cuh): a word is there once it is not NOT_READY, so that nothing but the words themselves crosses between
-// blocks.
+// blocks. A token is multiplied by its norm's weights alone; its inverse root mean square is a factor of results. What a
+// block's loads of the next token would wait behind is sent after them (tools/decisions/020-one-launch-between-attentions.md).
 #include "common/copy.cuh"
 #include "common/flagged.cuh"
 #include "common/int4.cuh"
@@ -33,13 +33,14 @@ constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynam
 constexpr int Q_WIDTH = Q_HEADS * HEAD_SIZE, QKV_ROWS = (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE;
 constexpr int TILE_COLUMNS = TILE_ROWS / 2;  // of inner, that a tile of gate and up makes
 constexpr int GATE_UP_TILES = padded(INNER) / TILE_COLUMNS;
+static_assert(FIRST <= STAGES && DEFERRED <= STAGES, "copies of a ring");
 constexpr int POLLS = 1 << 21;               // seconds, where a result takes microseconds
 
 using OSplit = Pieces<HIDDEN, Q_WIDTH, GEMV_BLOCKS>;
 using DownSplit = Pieces<HIDDEN, INNER, GEMV_BLOCKS>;
 using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
 
-enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST, ASKED = PHASES + 2 };
+enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST };
 
 struct Run {
     int first, units;
@@ -56,6 +57,9 @@ __device__ __forceinline__ Run shared_run() {
     return int(blockIdx.x) < Split::TAKERS ? part_of(Run{0, Split::UNITS}, blockIdx.x, Split::TAKERS) : Run{0, 0};
 }
 
+template <int K>
+constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
+
 __device__ __forceinline__ Run whole_tiles() { return part_of(Run{0, GATE_UP_TILES}, blockIdx.x, GEMV_BLOCKS); }
 
 // The units that the block has in a phase.
@@ -64,81 +68,55 @@ __device__ __forceinline__ Run block_run() {
     if constexpr (PHASE == O_PROJ) return shared_run<OSplit>();
     if constexpr (PHASE == DOWN) return shared_run<DownSplit>();
     if constexpr (PHASE == QKV) return shared_run<QkvSplit>();
-    constexpr int GROUPS = padded(HIDDEN) / GROUP_SIZE;
     const Run tiles = whole_tiles();
-    return Run{tiles.first * GROUPS, tiles.units * GROUPS};
+    return Run{tiles.first * GROUPS_OF<HIDDEN>, tiles.units * GROUPS_OF<HIDDEN>};
 }
-
-template <int K>
-constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
 
 // The most tiles that a block has units of.
 __device__ __host__ constexpr int touched(int units, int groups) { return (units + groups - 2) / groups + 1; }
 __device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int SUMS = larger(larger(touched(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS), ceil_div(GATE_UP_TILES, GEMV_BLOCKS)),
-                            larger(touched(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS),
-                                   touched(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)));
-// As SUMS, of one phase.
+template <typename Split>
+constexpr int TOUCHED = touched(ceil_div(Split::UNITS, Split::TAKERS), Split::GROUPS);
 template <int PHASE>
-constexpr int SUMS_OF = PHASE == O_PROJ   ? touched(ceil_div(OSplit::UNITS, OSplit::TAKERS), OSplit::GROUPS)
-                        : PHASE == DOWN   ? touched(ceil_div(DownSplit::UNITS, DownSplit::TAKERS), DownSplit::GROUPS)
-                        : PHASE == QKV    ? touched(ceil_div(QkvSplit::UNITS, QkvSplit::TAKERS), QkvSplit::GROUPS)
-                                          : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
+constexpr int SUMS_OF = PHASE == O_PROJ ? TOUCHED<OSplit>
+                        : PHASE == DOWN ? TOUCHED<DownSplit>
+                        : PHASE == QKV  ? TOUCHED<QkvSplit>
+                                        : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
+constexpr int SUMS = larger(larger(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), larger(SUMS_OF<DOWN>, SUMS_OF<QKV>));
 constexpr int TURN = WARPS * STAGE_UNITS;  // units that the warps take together
 
 struct Shared {
     float4 sums[WARPS][SUMS][TILE_ROWS / 4];  // each warp's, of the block's tiles
     float squares[WARPS];         // sums of each warp's columns
-    const uint8_t* from[ASKED];  // the block's units of each phase
-    int units[ASKED];
+    const uint8_t* from[PHASES];  // the block's units of each phase
+    int units[PHASES];
     uint64_t full[WARPS][STAGES];
-};
-
-// A place in the order in which a warp's units come: of the block's units of a phase, the first that it has not passed.
-struct Place {
-    int next, phase;
-
-    // To where there are units, in phases before `end`; false where there are none left.
-    __device__ __forceinline__ bool settle(const Shared& shared, int end, int warp) {
-        while (phase < end && next >= shared.units[phase]) ++phase, next = warp * STAGE_UNITS;
-        return phase < end;
-    }
-    __device__ __forceinline__ const uint8_t* at(const Shared& shared) const {
-        return shared.from[phase] + int64_t(next) * UNIT_BYTES;
-    }
-    __device__ __forceinline__ int bytes(const Shared& shared) const {
-        return min_int(shared.units[phase] - next, STAGE_UNITS) * UNIT_BYTES;
-    }
 };
 
 // What sends a warp's copies, in the order in which they are used. One lane.
 struct Feed {
-    Place place;
-    int slot;
+    int next, phase, slot;  // next: of the block's units of the phase, the first that the warp has not asked for
 
     __device__ __forceinline__ void send(Shared& shared, uint8_t* ring, int warp) {
-        if (place.settle(shared, PHASES, warp)) {
-            const int bytes = place.bytes(shared);
-            barrier_expect(&shared.full[warp][slot], bytes);
-            // a weight is read once: what L2 has of the token and the caches is to stay
-            bulk_load(ring + slot * STAGE_BYTES, place.at(shared), bytes, &shared.full[warp][slot], evict_first());
-            place.next += TURN;
-            if (++slot == STAGES) slot = 0;
+        while (next >= shared.units[phase]) {
+            if (phase + 1 == PHASES) return;
+            ++phase;
+            next = warp * STAGE_UNITS;
         }
+        const int bytes = min_int(shared.units[phase] - next, STAGE_UNITS) * UNIT_BYTES;
+        const uint8_t* const from = shared.from[phase] + int64_t(next) * UNIT_BYTES;
+        barrier_expect(&shared.full[warp][slot], bytes);
+        // A weight is read once: what L2 has of the token and the caches is to stay.
+        bulk_load(ring + slot * STAGE_BYTES, from, bytes, &shared.full[warp][slot], evict_first());
+        next += TURN;
+        if (++slot == STAGES) slot = 0;
     }
 
     __device__ __forceinline__ void send_some(Shared& shared, uint8_t* ring, int warp, int count) {
         for (int i = 0; i < count; ++i) send(shared, ring, warp);
     }
 };
-
-// Asks L2 for the first AHEAD stages of each warp's units of the next launch, which memory has time for until then.
-__device__ __forceinline__ void ask_ahead(const Shared& shared, int warp) {
-    Place place{warp * STAGE_UNITS, PHASES};
-    for (int i = 0; i < AHEAD && place.settle(shared, ASKED, warp); ++i, place.next += TURN)
-        bulk_prefetch(place.at(shared), place.bytes(shared));
-}
 
 // The warps' parts of a phase times the token, into their sums. They take the block's units in turns, so that what a block
 // asks of memory at a time lies together: runs of their own, some tens of kilobytes apart, cost a sixth of the bandwidth.
@@ -190,21 +168,18 @@ struct Stream {
                 scale[u][1] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g + 8];
                 x[u].load(token + (group + u) % GROUPS * TOKEN::GROUP_BYTES, lane);
             }
-            const auto refill = [&]() {
-                reads_before_copies();
-                __syncwarp();  // every lane has its part before the place is given back
-                if (PHASE <= GATE_UP && DEFERRED > 0 && unit + DEFERRED * TURN >= block.units) {
-                    ++owed;
-                } else if (lane == 0) {
-                    feed.send(shared, ring, warp);
-                }
-                if (++slot == STAGES) slot = 0, parity ^= 1;
-            };
-            if (!LATE) refill();
             float2 c[STAGE_UNITS];
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) c[u] = x[u].times(w[u]);
-            if (LATE) refill();
+            // Behind the products, so that these are under way meanwhile.
+            reads_before_copies();
+            __syncwarp();  // every lane has its part before the place is given back
+            if (PHASE <= GATE_UP && unit + DEFERRED * TURN >= block.units) {
+                ++owed;
+            } else if (lane == 0) {
+                feed.send(shared, ring, warp);
+            }
+            if (++slot == STAGES) slot = 0, parity ^= 1;
 #pragma unroll
             for (int u = 0; u < STAGE_UNITS; ++u) {
                 if (unit + u >= block.units) break;
@@ -431,17 +406,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP;
     uint8_t* const token = memory + TOKEN_AT;
-    Stream stream{shared, memory + warp * RING_BYTES, Feed{Place{warp * STAGE_UNITS, 0}, 0}, 0, 0, STAGES - FIRST};
+    Stream stream{shared, memory + warp * RING_BYTES, Feed{warp * STAGE_UNITS, 0, 0}, 0, 0, STAGES - FIRST};
     if (threadIdx.x == 0) {
         const uint8_t* const matrices[4] = {a.o_weights, a.gate_up_weights, a.down_weights, a.qkv_weights};
         const Run blocks[4] = {block_run<O_PROJ>(), block_run<GATE_UP>(), block_run<DOWN>(), block_run<QKV>()};
-        const uint8_t* const following[2] = {a.ahead_o_weights, a.ahead_gate_up_weights};
 #pragma unroll
-        for (int phase = 0; phase < ASKED; ++phase) {
-            const int of = phase < PHASES ? phase : phase - PHASES;
-            const uint8_t* const matrix = phase < PHASES ? matrices[of] : following[of];
-            shared.units[phase] = matrix != nullptr ? blocks[of].units : 0;
-            shared.from[phase] = matrix + int64_t(blocks[of].first) * UNIT_BYTES;
+        for (int phase = 0; phase < PHASES; ++phase) {
+            shared.units[phase] = blocks[phase].units;
+            shared.from[phase] = matrices[phase] + int64_t(blocks[phase].first) * UNIT_BYTES;
         }
     }
     if (threadIdx.x % WARP == 0) {
@@ -491,7 +463,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qwen2_chain(const __gri
         row.store(a.residual_out);
         row.enter(token, shared.squares);
         phase_resumed(QKV);
-        if (AHEAD > 0 && threadIdx.x % WARP == 0) ask_ahead(shared, warp);  // not before: polls would wait behind it
         stream.multiply<QKV, GROUPS_OF<HIDDEN>>(token, a.fault, a.layer);
         __syncthreads();  // as above
         store_pieces<QkvSplit, false>(shared, QKV_ROWS, inverse_rms(shared.squares), a.qkv_pieces, a.fault, KERNEL_QKV, a.layer);

@@ -116,11 +116,9 @@ def _chain(b: Builder, layer: Layer) -> None:
         "down_weights": b.weight(f"{p}.down"),
         "qkv_weights": 0 if last else b.weight(f"{following}.qkv"),
     }
-    ahead = {f"ahead_{name}_weights": 0 if last else b.weight(f"{following}.{name}") for name in ("o", "gate_up")}
     args = {
         "attended": Ref("attended"),
         **weights,
-        **ahead,
         "post_norm": b.weight(f"{p}.post_norm"),
         "next_norm": 0 if last else b.weight(f"{following}.input_norm"),
         "residual": rows[number % 2],

@@ -53,9 +53,7 @@ DOWN = Ring(2, 5, AFTER_WAIT)
 WIDE_DOWN = Ring(2, 4, AFTER_WAIT)  # where the token takes more than 40 KB
 LM_HEAD = Ring(4, 2, AFTER_WAIT, warps=12, digits=True)
 CHAIN = Ring(2, 3, AFTER_WAIT, warps=16, digits=True)
-AHEAD = 0  # copies of a warp of the next launch that L2 is asked for
 FIRST = 2  # copies of a warp's ring that are sent before the predecessor's end
-LATE = 1  # 1: a copy is sent behind the products of what it replaces
 DEFERRED = 1  # copies of a warp that wait until the next phase's token is there
 
 
@@ -112,16 +110,14 @@ def chain(
     ring: Ring = CHAIN,
     *,
     last: bool = False,
-    ahead: int = AHEAD,
     first: int = FIRST,
     deferred: int = DEFERRED,
-    late: int = LATE,
 ) -> Kernel:
     """o_proj, gate_up, down and the next layer's qkv, or in the last layer none: as the kernels of these names.
 
     All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them.
     """
-    own = (("LAST", int(last)), ("AHEAD", ahead), ("FIRST", first), ("DEFERRED", deferred), ("LATE", late))
+    own = (("LAST", int(last)), ("FIRST", first), ("DEFERRED", deferred))
     defines = (*common(dims), *ring.defines, *own)
     widest = padded(max(dims.hidden, dims.q_width, dims.inner))
     smem = ring.nbytes + widest // GROUP * (2 * GROUP + 16)
