@@ -5,7 +5,7 @@ many kinds. What would change the answer, and isn't computed, is refused.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -201,21 +201,41 @@ def tools(body: Body) -> list[dict[str, Any]]:
         raise ApiError("invalid", str(error), str(error).split(" ", 1)[0]) from None
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+THINKING = {"enabled": True, "adaptive": True, "auto": True, "disabled": False}
+
+
 def thinking(body: Body) -> tuple[bool | None, dict[str, Any]]:
     """Whether to reason first, None for the template's default; and the template's further variables.
 
-    `chat_template_kwargs` come first; `reasoning_effort` of none or minimal turns reasoning off, any other on.
+    `chat_template_kwargs` come first, then the switches that clients know from elsewhere: `enable_thinking`, the type
+    of `thinking`, and `reasoning_effort` or the effort of `reasoning`, which is off for none and minimal.
     """
     variables = mapping(body, "chat_template_kwargs")
     enabled = variables.pop("enable_thinking", None)
     if enabled is not None and not isinstance(enabled, bool):
         refuse("chat_template_kwargs.enable_thinking", "must be true or false")
-    effort = string(body, "reasoning_effort")
-    if effort is not None and effort not in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
-        refuse("reasoning_effort", "must be none, minimal, low, medium, high, xhigh or max")
+    switch = boolean(body, "enable_thinking")
+    kind = _one_of(THINKING, mapping(body, "thinking").get("type"), "thinking.type")
+    efforts = (
+        _one_of(EFFORTS, body.get("reasoning_effort"), "reasoning_effort"),
+        _one_of(EFFORTS, mapping(body, "reasoning").get("effort"), "reasoning.effort"),
+    )
+    effort = next((one for one in efforts if one is not None), None)
+    if enabled is None and body.get("enable_thinking") is not None:
+        enabled = switch
+    if enabled is None and kind is not None:
+        enabled = THINKING[kind]
     if enabled is None and effort is not None:
         enabled = effort not in ("none", "minimal")
     return enabled, variables
+
+
+def _one_of(known: Collection[str], value: Any, name: str) -> str | None:
+    """One of the words that are known; None where it is absent."""
+    if value is not None and not (isinstance(value, str) and value in known):
+        refuse(name, f"must be one of {', '.join(known)}")
+    return value
 
 
 def top_logprobs(body: Body) -> int | None:

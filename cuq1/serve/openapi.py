@@ -3,6 +3,7 @@
 from typing import Any
 
 from cuq1 import __version__
+from cuq1.serve.body import EFFORTS, THINKING
 from cuq1.serve.settings import MAX_LOGPROBS, MAX_STOP_LENGTH, MAX_STOPS
 
 Schema = dict[str, Any]
@@ -11,6 +12,7 @@ STRING: Schema = {"type": "string"}
 BOOLEAN: Schema = {"type": ["boolean", "null"]}
 OBJECT: Schema = {"type": ["object", "null"]}
 POSITIVE: Schema = {"type": ["integer", "null"], "minimum": 1}
+EFFORT: Schema = {"enum": [None, *EFFORTS]}
 
 SAMPLING: dict[str, Schema] = {
     "model": {"type": ["string", "null"], "description": "any name is served"},
@@ -95,7 +97,10 @@ RENDERED: dict[str, Schema] = {
     "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
     "tools": {"type": ["array", "null"], "items": TOOL},
     "chat_template_kwargs": OBJECT,
-    "reasoning_effort": {"enum": [None, "none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+    "reasoning_effort": EFFORT,
+    "enable_thinking": BOOLEAN,
+    "thinking": {"type": ["object", "null"], "properties": {"type": {"enum": [None, *THINKING]}}},
+    "reasoning": {"type": ["object", "null"], "properties": {"effort": EFFORT}},
 }
 CHAT: Schema = {
     "type": "object",
@@ -158,7 +163,7 @@ RESPONSES: Schema = {
         "reasoning": {
             "type": ["object", "null"],
             "properties": {
-                "effort": {"enum": [None, "none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+                "effort": EFFORT,
                 "summary": {"type": ["string", "null"]},
             },
         },

@@ -16,7 +16,6 @@ from cuq1.serve.body import Body
 from cuq1.serve.http import EventStream, read_json, refuse, sse, unless_gone
 from cuq1.serve.request import ApiError, Event, Finished, Generation, Service
 from cuq1.serve.responses_input import (
-    EFFORTS,
     NEUTRAL,
     Names,
     read_choice,
@@ -117,10 +116,7 @@ def read_request(body: Body, headers: Mapping[str, str], service: Service) -> As
 
 def read_thinking(body: Body, reasoning: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any]]:
     """Whether to reason first, None for the template's default, and the template's further variables."""
-    effort = reasoning.get("effort")
-    if effort is not None and effort not in EFFORTS:
-        refuse("reasoning.effort", f"must be one of {', '.join(EFFORTS)}")
-    return fields.thinking({"reasoning_effort": effort, "chat_template_kwargs": body.get("chat_template_kwargs")})
+    return fields.thinking({"reasoning": reasoning, "chat_template_kwargs": body.get("chat_template_kwargs")})
 
 
 def _hint(body: Body, headers: Mapping[str, str]) -> str:

@@ -24,7 +24,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
 }
 ROLES = ("system", "developer", "user", "assistant")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Items of tools that this server doesn't have: what they say of themselves is for whoever ran them.
 LEFT_OUT = (
     *("web_search_call", "file_search_call", "computer_call", "image_generation_call", "code_interpreter_call"),

@@ -143,6 +143,25 @@ def test_usage_counts_reasoning(client):
     assert not hasattr(off.choices[0].message, "reasoning_content")
 
 
+@pytest.mark.parametrize(
+    ("switches", "thinks"),
+    [
+        ({"reasoning_effort": "minimal"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, True),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True),
+        ({"thinking": None, "reasoning": {"effort": "none", "summary": "auto"}}, False),
+        ({"reasoning": {"effort": None}, "enable_thinking": None}, True),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+def test_switches_of_reasoning(base_url, service, switches, thinks):
+    ids = post(base_url, "/tokenize", {"messages": QUESTION} | switches)["tokens"]
+    assert service.tokenizer.decode(ids).endswith("<think>" if thinks else "</think>")
+
+
 def test_required_and_named_calls(client):
     for choice in ("required", {"type": "function", "function": {"name": "run"}}):
         answer = ask(client, COMMAND, tools=[RUN], tool_choice=choice, reasoning_effort="none", max_tokens=400)
@@ -271,6 +290,9 @@ def test_ids_are_unique(client):
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages"),
         ({"extra_body": {"min_p": 0.1}}, "min_p"),
         ({"extra_body": {"draft": 9}}, "draft"),
+        ({"extra_body": {"thinking": {"type": "often"}}}, "thinking.type"),
+        ({"extra_body": {"reasoning": {"effort": ["low"]}}}, "reasoning.effort"),
+        ({"extra_body": {"enable_thinking": "no"}}, "enable_thinking"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(client, options, param):
