@@ -302,11 +302,14 @@ class SnapshotStore:
 
     def _worth(self, snapshot: Snapshot) -> tuple[int, int]:
         """What to drop first is worth least."""
-        after = [one for one in self._snapshots if one.parent is snapshot]
-        if len(after) == 1 and any(one.parent is after[0] for one in self._snapshots):
+        turns = [one for one in self._snapshots if one.turn]
+        after = [one for one in turns if one.parent is snapshot]
+        if len(after) == 1 and any(one.parent is after[0] for one in turns) and (snapshot.turn or not snapshot.hits):
             return 0, snapshot.used  # the conversation has gone on from where it went on from here
         if after:
             return 3, snapshot.used
+        if not snapshot.turn:
+            return 1, snapshot.used  # an answer's end: as much is had from its prompt's, but for the answer
         before = snapshot.parent
         while before is not None and not before.turn:
             before = before.parent

@@ -235,6 +235,18 @@ def test_what_was_overtaken_goes_first():
     assert engine.prefill(branch) == 50
 
 
+def test_an_answers_end_goes_before_its_prompts():
+    main = [1] * 30
+    engine = FakeEngine(100)  # room for three states
+    turns(engine, main, 2)
+    prompt = main[:70]
+    engine.prefill([*prompt, *[8] * 50])
+    engine.remember(turn=False)
+    engine.prefill([*prompt, 7])
+    engine.remember()
+    assert sorted(len(one) for one in engine.store._snapshots) == [30, 70, 71]
+
+
 def test_the_least_recently_used_are_spilled_and_come_back():
     engine = FakeEngine(1000, 5000)
     for i in range(4):
