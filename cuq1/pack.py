@@ -5,6 +5,7 @@ memory stays bounded whatever the model's size.
 """
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cuq1.checkpoint import int4
+from cuq1.checkpoint.nanoqwen import SUFFIX
 from cuq1.checkpoint.nanoqwen_dims import Dims
 from cuq1.checkpoint.nanoqwen_header import FILES
 from cuq1.checkpoint.nanoqwen_writer import Pieces, write_nanoqwen
@@ -21,6 +23,8 @@ from cuq1.checkpoint.qwen2_folder import EMBEDDING, NORM, Qwen2Folder
 from cuq1.cli import Parser, guarded
 from cuq1.config import is_present, read_json
 from cuq1.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
 
 _BAR = 30
 _PERIOD = 0.1  # seconds between two states of the progress bar
@@ -34,14 +38,26 @@ def pack(
 ) -> int:
     """Write the folder's model to `out`, replacing a file of that name, and return the file's length in bytes.
 
+    The folder's own files are not replaced, but those whose names end in .nanoqwen.
+
     int4_head: the logits' matrix, too, becomes INT4; a tied embedding is then stored a second time.
     progress: called with the bytes written and those to write.
     Raises ConfigError for a model that is not computed, CheckpointError for files that are missing, damaged or hold
     values that are not finite, and where `out` cannot be written; `out` is then as it was before.
     """
     folder = Qwen2Folder.open(model_dir)
+    _keep_source(folder.path, Path(out))
     dims = Dims.of(folder.config, int4_head)
     return write_nanoqwen(Path(out), dims, _files(folder.path), lambda: _pieces(folder, int4_head), progress)
+
+
+def _keep_source(folder: Path, out: Path) -> None:
+    """Refuse to replace what the model is read from."""
+    own = out.suffix != SUFFIX and os.path.isfile(out)  # noqa: PTH113  (Path's raises for names that cannot be)
+    if own and out.parent.resolve() == folder.resolve():
+        raise CheckpointError(
+            f"{out} is there already, in the checkpoint's own folder: choose a name that ends in {SUFFIX}"
+        )
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -163,6 +179,8 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         bar.close()
     name = str(args.out).encode(errors="replace").decode()  # it may not be text, but was written all the same
+    if not is_present(args.model / TOKENIZER):
+        sys.stderr.write(f"cuq1.pack: {args.model} has no {TOKENIZER}, so the packed model takes token ids alone\n")
     print(f"{name}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return 0
 

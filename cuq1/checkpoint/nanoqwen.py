@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,8 @@ def is_nanoqwen(path: str | Path) -> bool:
 def _map(path: Path) -> tuple[mmap.mmap, Header, int]:
     """The mapped file, its header and the checksums' CRC-32."""
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # to open one would wait for who writes
+            raise CheckpointError(f"{path} is a pipe, and a packed model is mapped: name a file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             raw = file.read(HEADER_BYTES)

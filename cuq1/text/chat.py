@@ -10,7 +10,7 @@ from cuq1.text.formats import call_format
 from cuq1.text.guard import ControlSpellings, InputGuard
 from cuq1.text.markup import MARKUP, ends_in_reasoning
 from cuq1.text.messages import check_messages, check_tools, check_variables
-from cuq1.text.source import TextSource, label, read_file
+from cuq1.text.source import TextSource, label, place, read_file
 from cuq1.text.tokenizer import Tokenizer
 from cuq1.text.written import Placeholders, Written
 
@@ -68,7 +68,8 @@ class ChatTemplate:
             name, template = f"chat_template of {where}", _default_template(config, where)
         if template is None:
             raise TextError(
-                f"{label(source, _TEMPLATE)} is missing: copy it from the checkpoint's release, or use a raw prompt"
+                f"{label(source, _TEMPLATE)} is missing: copy it from the checkpoint's release "
+                f"{place(source)}, or use a raw prompt"
             )
         special_tokens = {}
         for key in _SPECIAL_TOKENS:

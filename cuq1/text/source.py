@@ -24,6 +24,15 @@ def label(source: TextSource, name: str) -> str:
     return f"{source.path}: {name}" if isinstance(source, PackedText) else str(Path(source) / name)
 
 
+def place(source: TextSource) -> str:
+    """Where a file that is missing has to be put, as messages say it."""
+    return (
+        "into the folder that this was packed from, and pack it again"
+        if isinstance(source, PackedText)
+        else "into that folder"
+    )
+
+
 def read_file(source: TextSource, name: str) -> bytes | None:
     """The bytes of one of the files, None where there is none. Raises TextError where it cannot be read."""
     if isinstance(source, PackedText):

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from cuq1.errors import TextError
-from cuq1.text.source import TextSource, label, read_file
+from cuq1.text.source import TextSource, label, place, read_file
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -66,7 +66,7 @@ class Tokenizer:
         """
         path, content = label(source, "tokenizer.json"), read_file(source, "tokenizer.json")
         if content is None:
-            raise TextError(f"{path} is missing: copy tokenizer.json from the checkpoint's release into that folder")
+            raise TextError(f"{path} is missing: copy it from the checkpoint's release {place(source)}")
         try:
             whole = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every fault of the file

@@ -1,5 +1,6 @@
 """Files that are not what their header says: one sentence each, before anything of them is used."""
 
+import os
 import re
 import struct
 import zlib
@@ -267,3 +268,6 @@ def test_paths_that_cannot_be_read(tmp_path):
         Nanoqwen.open(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         Nanoqwen.open("a\0b")
+    os.mkfifo(tmp_path / "pipe.nanoqwen")
+    with pytest.raises(CheckpointError, match=r"pipe\.nanoqwen is a pipe, and a packed model is mapped"):
+        Nanoqwen.open(tmp_path / "pipe.nanoqwen")

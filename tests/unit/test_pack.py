@@ -279,6 +279,31 @@ def test_places_that_cannot_be_written(models, refusal, tmp_path, out):
     assert "cannot be written" in refusal(models / "tied", target=models / "tied" / "config.json" / "m")
 
 
+def test_the_checkpoints_own_files_are_not_replaced(copy, refusal, capsys, monkeypatch):
+    folder = copy("sharded")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in before:
+        assert "is there already, in the checkpoint's own folder" in refusal(folder, target=folder / name)
+    monkeypatch.chdir(folder)
+    assert "is there already" in refusal(".", target="model-00002-of-00003.safetensors")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    for name in ("m.nanoqwen", "m.nanoqwen", "m"):  # a packed file beside them is
+        assert main([str(folder), str(folder / name)]) == 0
+    other = folder.parent / "model-00002-of-00003.safetensors"  # and one of such a name elsewhere
+    other.write_bytes(b"other")
+    assert main([str(folder), str(other)]) == 0
+    Nanoqwen.open(other)
+
+
+def test_a_folder_without_a_tokenizer(copy, out, capsys):
+    folder = copy()
+    (folder / "tokenizer.json").unlink()
+    assert main([str(folder), str(out)]) == 0
+    expected = f"cuq1.pack: {folder} has no tokenizer.json, so the packed model takes token ids alone\n"
+    assert capsys.readouterr().err == expected
+    assert "tokenizer.json" not in Nanoqwen.open(out).files
+
+
 def test_not_enough_disk(models, refusal, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(nanoqwen_writer.shutil, "disk_usage", lambda path: usage)

@@ -51,7 +51,8 @@ def test_what_is_missing_or_broken_is_named(both, name):
     load(packed)
     without = PackedText(packed.path, {key: value for key, value in packed.files.items() if key != name})
     wanted = name if name == "tokenizer.json" else "chat_template.jinja"
-    with pytest.raises(TextError, match=rf"m\.nanoqwen: {wanted} is missing: copy"):
+    again = "into the folder that this was packed from, and pack it again"
+    with pytest.raises(TextError, match=rf"m\.nanoqwen: {wanted} is missing: copy .* {again}"):
         load(without)
     for content in (b"{", b"\xff"):
         with pytest.raises(TextError, match=rf"m\.nanoqwen: {name} (is not JSON|cannot be read) .*: fetch"):
