@@ -1,6 +1,7 @@
 """Greedy output against the reference, without a GPU: the reference itself with small and with large errors."""
 
 import json
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from cuq1.checkpoint.qwen2 import open_qwen2
 from cuq1.errors import DeviceError
 from cuq1.pack import pack
 from cuq1.reference.qwen2_engine import Qwen2Engine
+from tests.paths import ROOT
 from tools import check_qwen2
 from tools.checkpoint_qwen2 import qwen2_config
 from tools.make_checkpoint import write_qwen2_checkpoint
@@ -151,6 +153,14 @@ def test_tiers_that_are_tests(monkeypatch, capsys, code, output, failed):
     out = capsys.readouterr().out
     assert ("FAILED" in out) == bool(failed)
     assert ("no GPU" in out) == ("no GPU" in output)  # why something was skipped
+
+
+@pytest.mark.parametrize("tier", ["unit", "layer"])
+def test_a_tiers_tests_skip_nothing_themselves(tier):
+    """With a GPU, a skip would fail the tier for good: cases that are not wanted are no parameters."""
+    paths = list(ROOT.glob(check_qwen2.TESTS[tier]))
+    assert paths
+    assert not [path.name for path in paths if re.search(r"pytest\.(mark\.)?(skip|importorskip)", path.read_text())]
 
 
 @pytest.mark.parametrize("tier", ["unit", "layer"])
