@@ -3,7 +3,10 @@
 Nothing here imports CuPy or CUDA until a Gpu is made.
 """
 
+from contextlib import contextmanager
+
 import numpy as np
+import pytest
 
 from cuq1.cuda.abi import FAULTS, KERNELS, BandwidthArgs
 from cuq1.cuda.driver import bindings, check, open_device, require
@@ -18,10 +21,20 @@ from tests.paths import ROOT
 POISON = 0x7F  # a byte of an integer that no kernel has written
 
 
+@contextmanager
+def tells():
+    """A check fails, or a kernel reports what it met; not: a patch that fits nowhere, or does not compile."""
+    with pytest.raises((AssertionError, DeviceError)) as found:
+        yield
+    assert "does not compile" not in str(found.value)
+
+
 def in_header(name, old, new):
-    """A patch of a header, in the place where a kernel's source includes it: for Gpu.run."""
+    """A patch of a header, in the place where a kernel's source includes it: for Gpu.run. ValueError where there is
+    not one place for it."""
     text = (ROOT / "kernels_cu" / name).read_text()
-    assert text.count(old) == 1
+    if text.count(old) != 1:
+        raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}")
     return f'#include "{name}"', text.replace("#pragma once", "").replace(old, new)
 
 

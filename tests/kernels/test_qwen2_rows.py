@@ -1,6 +1,5 @@
 """A Qwen2 token's embedding with its page, and the norm before the logits, against float64."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from cuq1.cuda.kernels import qwen2_rows as family
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.qwen2_dims import PAGE, padded
+from tests.kernels.harness import tells
 from tests.kernels.qwen2_shapes import ALL, DIMS
 from tests.kernels.twins import qwen2 as twin
 from tests.kernels.twins.qwen2_gemv import written
@@ -26,14 +26,6 @@ def rng():
     seed = int(np.random.default_rng().integers(1 << 32))
     print(f"seed {seed}")  # shown where a test fails
     return np.random.default_rng(seed)
-
-
-@contextmanager
-def tells():
-    """A check fails, or a kernel reports what it met; not: it does not compile."""
-    with pytest.raises((AssertionError, DeviceError)) as found:
-        yield
-    assert "does not compile" not in str(found.value)
 
 
 def check_embed(gpu, rng, dims, token, position, places, free, expected, patch=None):
