@@ -432,7 +432,7 @@ def room(kernels):
 
 @pytest.mark.parametrize("name", ALL)
 def test_attention_and_the_chain_share_a_multiprocessor(name):
-    """A prologue runs beside its predecessor only where there is room for both. 32B's token takes what would be left."""
+    """A prologue runs beside its predecessor where there is room for both; 32B's token takes what would be left."""
     dims = ALL[name]
     for attention in (family.attention_short(dims), family.attention(dims)):
         assert attention.grid[0] * attention.grid[1] <= MULTIPROCESSORS
