@@ -9,6 +9,7 @@ from cuq1.serve.request import ApiError
 from cuq1.serve.turns import TurnMemory
 from cuq1.text import ChatTemplate, Prompt, TextSource, Tokenizer, check_messages
 from cuq1.text.formats import CallFormat
+from cuq1.text.source import label
 from cuq1.text.written import Written
 
 NOTHING: Mapping[str, Any] = {}
@@ -22,10 +23,11 @@ class ChatRenderer:
         self._turns = turns
         self._template: ChatTemplate | None = None
         self._missing = ""
+        self._folder = label(source, "*").removesuffix("*")
         try:
             self._template = ChatTemplate.load(source, tokenizer)
         except TextError as error:
-            self._missing = str(error)
+            self._missing = self._told(error)
 
     @property
     def calls(self) -> CallFormat | None:
@@ -52,7 +54,12 @@ class ChatRenderer:
                 messages, tools=tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs, written=written
             )
         except TextError as error:
-            raise ApiError("invalid", str(error), _field(str(error))) from None
+            told = self._told(error)
+            raise ApiError("invalid", told, _field(told)) from None
+
+    def _told(self, error: TextError) -> str:
+        """An error as clients may read it: where the model lies is no concern of theirs."""
+        return str(error).replace(self._folder, "")
 
     def count(
         self,

@@ -302,6 +302,15 @@ def test_what_is_not_served_is_refused_by_name(client, options, param):
     assert refused.value.body["type"] == "invalid_request_error"
 
 
+def test_a_template_that_fails_tells_no_path(client):
+    deep = '{"a":' * 900 + "1" + "}" * 900  # deeper than a template can walk
+    call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": deep}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, [*COMMAND, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert "chat_template.jinja fails on these messages" in refused.value.body["message"]
+    assert str(NANO.parent) not in refused.value.body["message"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
