@@ -33,6 +33,8 @@ job() {  # name, seconds at the most, command
 }
 
 nano="$python -m cuq1.generate --device cuda --loop host --chat 'Write a loop' --max-tokens 12"
+qwen=$out/qwen.nanoqwen
+packed() { echo "$python -m tools.make_checkpoint --config qwen2.5-coder-7b-tiny $out/qwen && $python -m cuq1.pack $out/qwen $qwen"; }
 sanitize() { echo "compute-sanitizer --tool $1 --error-exitcode 1 --print-limit 20 $nano ${*:2}"; }
 
 job kernels-a 240 "$pytest tests/kernels/test_experts.py tests/kernels/test_told.py" &
@@ -46,6 +48,13 @@ job loop-tests 240 "$pytest tests/gpu/test_loop.py" &
 job weights 240 "$pytest tests/gpu/test_weights.py" &
 job memcheck 240 "$(sanitize memcheck --seed 3)" &
 job racecheck 240 "$(sanitize racecheck --temperature 0)" &
+rm -rf "$out/qwen"
+job qwen2-races 480 "$(packed) && $(sanitize memcheck --temperature 0 --model "$qwen") &&
+    $(sanitize racecheck --temperature 0 --model "$qwen")" &
+job qwen2-unit 480 "$python -m tools.check_qwen2 unit" &
+job qwen2-layer 240 "$python -m tools.check_qwen2 layer" &
+job qwen2-graph 240 "$python -m tools.check_qwen2 graph --log" &
+job qwen2-engine 240 "$pytest tests/gpu/test_qwen2_cuda_engine.py tests/gpu/test_gpu_snapshots.py" &
 job lengths 240 "$python -m tools.check_lengths --reference $references/lengths.npy --log &&
     $python -m tools.check_lengths --reference $references/lengths.npy --activations fp8 --tolerance 0.08 --log" &
 answer() { echo "$python -m cuq1.generate --device $1 --temperature 0 --chat 'Write a Python function is_even' --max-tokens 200"; }
@@ -68,6 +77,8 @@ job repeat 120 "$python -m tools.check_cuda repeat --rounds 10000 --log"
 job gap 60 "$python -m tools.check_loop gap --log && $python -m tools.bench_loop --log"
 job drafting 60 "$python -m tools.check_loop drafting --log"
 job timeline 40 "$python -m tools.trace_round --out $out/timeline"
+job qwen2-speed 240 "$pytest tests/gpu/test_qwen2_tools.py && $python -m tools.bench_e2e --config qwen2.5-coder-7b --context 16384 --log &&
+    $python -m tools.bench_e2e --config qwen2.5-coder-1.5b qwen2.5-coder-0.5b --log"
 job million 240 "$python -m tools.check_loop million --log"
 if [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
     job exchange 120 "$python -m tools.check_exchange --log"
