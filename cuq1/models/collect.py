@@ -21,6 +21,7 @@ class Tensor(Protocol):
 
 
 def buffer_of(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
+    """A buffer, its bytes counted; dtype is one of ITEM's."""
     return Buffer(name, shape, dtype, prod(shape) * ITEM[dtype])
 
 
@@ -55,5 +56,6 @@ class Collector:
         self.launches.append(Launch(kernel, label, layer, args, int(read), int(write)))
 
     def plan(self) -> Plan:
+        """The launches, and of the buffers those that they name."""
         used = {value.buffer for launch in self.launches for value in launch.args.values() if isinstance(value, Ref)}
         return Plan(tuple(b for b in self.buffers.values() if b.name in used), tuple(self.launches))

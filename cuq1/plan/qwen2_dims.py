@@ -17,6 +17,7 @@ def padded(width: int) -> int:
 
 
 def tiles(rows: int) -> int:
+    """Tiles that hold the rows of a matrix."""
     return -(-rows // TILE)
 
 
@@ -40,10 +41,12 @@ class Qwen2Dims:
 
     @property
     def q_width(self) -> int:
+        """Rows of q, and columns of o."""
         return self.q_heads * self.head_size
 
     @property
     def qkv_rows(self) -> int:
+        """Of q, k and v as one matrix."""
         return (self.q_heads + 2 * self.kv_heads) * self.head_size
 
     @property
@@ -53,6 +56,7 @@ class Qwen2Dims:
 
 
 def qwen2_dims(config: Qwen2Config, *, int4_head: bool = False) -> Qwen2Dims:
+    """The sizes of a config's model."""
     return Qwen2Dims(
         hidden=config.hidden_size,
         q_heads=config.num_attention_heads,
