@@ -1,5 +1,5 @@
-// What the kernels of Qwen2 models share with the host, besides abi.cuh. One token a step: `rows` is 1 in decoding, and
-// `live` is null.
+// What only the kernels of Qwen2 models share with the host. One token a step: `rows` is 1 in decoding, and `live` is
+// null.
 //
 // INT4 matrices [R][K] lie as units of 1,056 bytes, a tile of 16 rows after the other, the groups of 128 of K in order
 // within a tile: 1,024 bytes of codes, then the 16 rows' scales as halves. With g = lane / 4 and t = lane % 4, lane's 16

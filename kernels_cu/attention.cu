@@ -22,7 +22,7 @@
 // warps read from shared memory. The softmax needs a reference, not the maximum: while no probability exceeds HEADROOM the
 // old one stays, which saves the maxima's exchange; whether one did is asked at the barrier that probabilities need anyway,
 // the only one of a tile. The next tile's scores are computed behind this one's output.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/attend.cuh"
 #include "common/kv.cuh"
 #include "common/pdl.cuh"

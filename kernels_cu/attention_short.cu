@@ -15,7 +15,7 @@
 // the output; probabilities pass through shared memory. Then block r of the cluster receives all blocks' sums of
 // dimensions 128 / CLUSTER * r onwards, by st.async on an mbarrier of its own: one trip instead of partials in memory
 // and another launch. Statistics are sent before the second product, so that weights are known when the sums arrive.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/attend.cuh"
 #include "common/cluster.cuh"
 #include "common/kv.cuh"

@@ -4,7 +4,7 @@
 // Reads count * 16 bytes once, with eight independent 16-byte loads in flight a thread; writes 4 bytes a block.
 // fill_random writes them: constants would let the memory system do better than real weights.
 #include "common/pdl.cuh"
-#include "abi.cuh"
+#include "abi_measure.cuh"
 
 constexpr int IN_FLIGHT = 8;
 

@@ -12,7 +12,7 @@
 // lanes have four dimensions each of a split, a warp four splits at a time, the block 32. Each warp finds M and the
 // denominator for itself, which costs a few shuffles and saves a barrier. z takes part in M, so that M is a number even
 // where a split saw no key.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/attend.cuh"
 #include "common/fault.cuh"
 #include "common/kv.cuh"

@@ -17,7 +17,7 @@
 // Of several ranks, all have to end their chains at the same round, or some would wait for what the others never push:
 // what counts is what their hosts and faults have told each other with the round's candidates (top_k, accept), which is
 // the same on all. Only where a peer's part is missing there is nobody left to agree with.
-#include "abi.cuh"
+#include "abi_loop.cuh"
 #include "common/clock.cuh"
 #include "common/exchange.cuh"
 #include "common/pdl.cuh"

@@ -14,6 +14,7 @@
 // used it, with no barrier among warps. All stages are on their way before inner is waited for.
 // inner comes in one piece, only rows that chose the expert: one latency for all groups instead of one for each, and
 // a row that did not choose it, where inner holds anything, is a zero in B.
+#include "abi_decode.cuh"
 #include "common/copy.cuh"
 #include "common/exchange.cuh"
 #include "common/experts.cuh"

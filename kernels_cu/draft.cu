@@ -11,6 +11,7 @@
 // tile, so nothing would be read twice, and no shared memory lies between the row and the tensor cores. A row's sum
 // of squares needs all of its half: the half's pieces are a cluster, and send each other their parts of it
 // (common/cluster.cuh). Reading the whole half in each block took 2 to 5 us more.
+#include "abi_decode.cuh"
 #include "common/cluster.cuh"
 #include "common/exchange.cuh"
 #include "common/fault.cuh"

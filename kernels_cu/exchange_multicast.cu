@@ -43,6 +43,7 @@
 //
 // The sum's order and precision are the switch's own: the PTX ISA names neither. Bits can differ from those of the push
 // path, which adds in the order of ranks; ranks have the same ones if the switch gives every reader the same.
+#include "abi_measure.cuh"
 #include "common/exchange.cuh"
 #include "common/sublayer.cuh"
 

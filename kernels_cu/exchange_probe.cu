@@ -16,7 +16,7 @@
 // They are launches of the same kind as those that a pass has, since what they probe is the order of stores between
 // launches: a producer behind pdl_wait(), a consumer that polls before its predecessor's end and settles, and a later
 // producer that re-arms. Rows, patterns and pauses are drawn from the exchange's number: all places draw the same rows.
-#include "abi.cuh"
+#include "abi_measure.cuh"
 #include "common/exchange.cuh"
 
 constexpr int THREADS = 256;

@@ -2,7 +2,7 @@
 //
 // A number depends on the seed and on its index alone (a counter through splitmix64), so that equal seeds give equal
 // weights whatever the grid. Writes every byte of every run once.
-#include "abi.cuh"
+#include "abi_weights.cuh"
 
 __device__ __forceinline__ uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;

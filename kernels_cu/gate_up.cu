@@ -13,6 +13,7 @@
 // deep before it does anything else; eight warps split K, so that each holds its part of the activations in registers,
 // loaded once, and a unit needs just one exchange; its sums are added and stored by a different warp each time while the
 // others go on with the next unit.
+#include "abi_decode.cuh"
 #include "common/copy.cuh"
 #include "common/experts.cuh"
 #include "common/experts_mma.cuh"

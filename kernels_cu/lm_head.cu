@@ -14,7 +14,7 @@
 // while the predecessor still runs. A warp always has the same columns of K, so its activations stay in registers;
 // the eight partial sums of a tile meet once a tile in shared memory. L2 is to give these weights up first, so that what
 // other launches left there survives; but KEPT sixteenths last, which the draft's next depth then finds.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/copy.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"

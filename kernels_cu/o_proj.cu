@@ -13,7 +13,7 @@
 // bulk copy; a warp has a quarter of the columns and half of the tokens, its part of fold in registers. FP32 FMAs: a
 // tensor core's operands would lose what routing is to be decided by. Both kinds, and the next launch's, fit beside
 // each other: a block that had to wait for room would start its weights late.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/copy.cuh"
 #include "common/exchange.cuh"
 #include "common/flagged.cuh"

@@ -3,7 +3,7 @@
 // Not on the way of a token. Packing is a permutation within tiles of 16 rows (and a rounding, where halves are made of
 // BF16 or FP32), so the host copies rows as they lie in the file, and the GPU's memory, a thousand times faster at
 // 4-byte pieces than a CPU, permutes them. Everything that is read is checked here, where it costs nothing.
-#include "abi.cuh"
+#include "abi_weights.cuh"
 
 constexpr int CHUNK_WORDS = 128;
 constexpr int BLOCK = 256;

@@ -15,6 +15,7 @@
 //   buffer, which holds the window before the chunk and the chunk.
 //   PRECOND  grid (ceil(rows / 16), KV_HEADS, 2), block 256; rows <= ring_slots, rows <= staged_slots. A row's place
 //            within its swizzle is the same in both, since slots and first_position are multiples of 64.
+#include "abi_prefill.cuh"
 #include "common/copy.cuh"
 #include "common/kv.cuh"
 #include "common/mma.cuh"

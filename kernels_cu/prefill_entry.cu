@@ -4,6 +4,7 @@
 // prefill_norm   the layer's input norm over eh_proj's output.
 //   PRECOND  both: grid (rows), block 256. Norms may be read before pdl_wait().
 //   A row is read into registers once. Reads rows * HIDDEN * 6 (4) bytes, writes rows * HIDDEN * 4 (2).
+#include "abi_prefill.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_report.cuh"
 #include "common/reduce.cuh"

@@ -5,6 +5,7 @@
 // Each block counts all choices itself (64 KB from L2 for a whole chunk), so that no block waits for another. Counts are
 // integers, so the order of atomics does not show, and the lists have one order.
 // Reads EXPERTS * rows * TOP_K * 8 bytes from L2; writes rows * TOP_K * 4 and 16 a tile.
+#include "abi_prefill.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 

@@ -5,6 +5,7 @@
 // Blocks of one weight block and all tokens lie far apart in launch order, blocks of one token block close together: a chunk's
 // input (12 MB at most) and the weights stay in L2 meanwhile.
 // Reads OUT_ROWS * IN weights and rows * IN halves once from memory; writes rows * OUT_ROWS floats, whole 32-byte sectors.
+#include "abi_prefill.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"
 #include "common/prefill_report.cuh"

@@ -12,6 +12,7 @@
 //   over a row's experts has a fixed order. Floats, since no norm bounds them.
 // prefill_combine  that sum.
 //   PRECOND  grid (rows), block 256. Reads rows * TOP_K * HIDDEN floats, writes rows * HIDDEN.
+#include "abi_prefill.cuh"
 #include "common/experts.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"

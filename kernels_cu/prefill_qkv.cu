@@ -12,6 +12,7 @@
 //   A block's 128 weight rows are one head, so the norm needs no other block; rows of a query or key head are stored so
 //   that the two of a RoPE pair are 8 rows apart in a tile, accumulators of one lane (repack.head_rows).
 //   Reads (heads * 128 * HIDDEN) weights once from memory, normed once a head (L2); writes rows * heads * 256 bytes.
+#include "abi_prefill.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_gemm.cuh"
 #include "common/prefill_report.cuh"

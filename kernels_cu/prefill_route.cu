@@ -7,6 +7,7 @@
 //   rows / 64 times, from L2.
 // prefill_route  sums the splits, takes the TOP_K largest (ties: lower index), and the softmax over them.
 //   PRECOND  grid (ceil(rows / 8)), block 256: a warp a token.
+#include "abi_prefill.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_report.cuh"

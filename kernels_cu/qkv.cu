@@ -20,7 +20,7 @@
 // brought to [1, 2) by a power of two, which multiplies its sums: no bit is lost whatever x's size. Each head's cluster
 // writes a row of the residual, x w with 1 / rms(x) beside it: its readers come two launches later and more.
 // Pieces that come from several ranks, EH_ROWS columns of each, are polled after the wait; down makes them NOT_READY.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/copy.cuh"
 #include "common/exchange.cuh"
 #include "common/kv.cuh"

@@ -1,7 +1,7 @@
 // rearm  makes a piece of an inbox NOT_READY, in a graph that ends before a later kernel would do it (common/exchange.cuh).
 //   PRECOND  grid: any, block: THREADS, target 16-byte aligned. The consumer of what lies there is the predecessor.
 //   Writes pieces * 16 bytes.
-#include "abi.cuh"
+#include "abi_decode.cuh"
 #include "common/flagged.cuh"
 
 constexpr int THREADS = 256;

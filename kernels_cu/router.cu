@@ -9,6 +9,7 @@
 // route   sums the parts, takes the TOP_K largest (ties: lower index), and the softmax over them.
 //   PRECOND  grid (rows), block EXPERTS. Waits on router. `routed`, if given, was zero when attn_tail began.
 //   It triggers first of all, since gate_up polls for `routed`: then attn_tail has ended, as router waited for that.
+#include "abi_decode.cuh"
 #include "common/choice.cuh"
 #include "common/copy.cuh"
 #include "common/fault.cuh"

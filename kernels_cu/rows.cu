@@ -4,6 +4,7 @@
 //            pdl_wait(), norm and table are weights. `rows` may exceed ROWS.
 //   Reads rows * HIDDEN * 2 bytes and the norm, writes rows * HIDDEN * 6.
 // How a row is shared among blocks: common/row.cuh.
+#include "abi_decode.cuh"
 #include "common/row.cuh"
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS) embed(const __grid_constant__ EmbedArgs a) {

@@ -20,7 +20,7 @@
 // Of several ranks, each merges all lists in the order of ranks and draws with the same number, so that all have the same
 // token without telling each other. A list's word is read by one thread, which makes it NOT_READY again, and every word
 // that top_k pushed is read, also where nothing is to be drawn: what is left would be taken for the next round's.
-#include "abi.cuh"
+#include "abi_loop.cuh"
 #include "common/clock.cuh"
 #include "common/exchange.cuh"
 #include "common/fault.cuh"

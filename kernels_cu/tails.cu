@@ -21,6 +21,7 @@
 // exchange earlier than the cluster has it. A key's place is the number of keys that come before it, first in its warp,
 // then among the warps' first TOP_K: many independent comparisons instead of one warp's chain of dependent ones.
 // How a row is shared among blocks: common/row.cuh; one reduction instead of two: common/sublayer.cuh.
+#include "abi_decode.cuh"
 #include "common/exchange.cuh"
 #include "common/choice.cuh"
 #include "common/experts.cuh"

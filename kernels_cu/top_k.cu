@@ -19,7 +19,7 @@
 // two packets a row. The status has a cluster of its own, since host memory is two microseconds away, and is asked while
 // lm_head runs: what the layers before it have reported ends this very round. One lane asks, so that all ranks are told
 // the same, and a lane tells each of them.
-#include "abi.cuh"
+#include "abi_loop.cuh"
 #include "common/exchange.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"

@@ -1,4 +1,4 @@
-"""The structures that kernels share with the host, read from kernels_cu/abi.cuh and abi_qwen2.cuh.
+"""The structures that kernels share with the host, read from kernels_cu/abi*.cuh.
 
 There they are declared and described. Pointers are device addresses.
 """
@@ -27,7 +27,8 @@ _NAME = re.compile(r"(\w+)((?:\[[^]]+\])*)")
 @cache
 def _header() -> str:
     """The headers, and the types that they include, without comments."""
-    paths = (folder("kernels_cu") / name for name in ("common/types.cuh", "abi.cuh", "abi_qwen2.cuh"))
+    sources = folder("kernels_cu")
+    paths = (sources / "common" / "types.cuh", *sorted(sources.glob("abi*.cuh")))
     return re.sub(r"//.*", "", "".join(path.read_text(encoding="utf-8") for path in paths))
 
 
@@ -43,21 +44,21 @@ def _bodies(text: str) -> dict[str, str]:
 
 
 def constant(name: str) -> int:
-    """The value of a constant or enumerator of the header. Raises Cuq1Error where it has none."""
+    """The value of a constant or enumerator of the headers. Raises Cuq1Error where they have none."""
     found = _constants().get(name)
     if found is None:
-        raise Cuq1Error(f"kernels_cu/abi.cuh has no constant {name}: it is not this version's")
+        raise Cuq1Error(f"kernels_cu/abi*.cuh have no constant {name}: they are not this version's")
     return found
 
 
 def fields(name: str, text: str | None = None) -> list[tuple[str, Any]]:
-    """ctypes' `_fields_` of a structure of the header: types of four and eight bytes, pointers, and arrays of these.
+    """ctypes' `_fields_` of a structure of the headers: types of four and eight bytes, pointers, and arrays of these.
 
-    text: another header. Raises Cuq1Error where the structure is missing, or holds anything else.
+    text: another header instead. Raises Cuq1Error where the structure is missing, or holds anything else.
     """
     body = _bodies(_header() if text is None else text).get(name)
     if body is None:
-        raise Cuq1Error(f"kernels_cu/abi.cuh has no structure {name}: it is not this version's")
+        raise Cuq1Error(f"kernels_cu/abi*.cuh have no structure {name}: they are not this version's")
     found: list[tuple[str, Any]] = []
     for statement in filter(None, map(str.strip, body.split(";"))):
         declared = _FIELD.fullmatch(statement)
@@ -65,7 +66,7 @@ def fields(name: str, text: str | None = None) -> list[tuple[str, Any]]:
         names = [_NAME.fullmatch(part.strip()) for part in declared[3].split(",")] if declared else [None]
         for named in names:
             if kind is None or named is None:
-                raise Cuq1Error(f"kernels_cu/abi.cuh: {name} has a field that ctypes is not told of: {statement!r}")
+                raise Cuq1Error(f"kernels_cu/abi*.cuh: {name} has a field that ctypes is not told of: {statement!r}")
             whole: Any = kind
             for size in reversed(re.findall(r"[^][]+", named[2])):
                 whole = whole * _size(size)

@@ -1,7 +1,7 @@
 """The result log's host side: records of rounds, as the device leaves them in host memory. Needs no GPU.
 
-A record's words each stand beside its number, written together (kernels_cu/abi.cuh, Mirror): all numbers as expected,
-and the record is there whole. The device stops rather than overwrite a record that has not been read.
+A record's words each stand beside its number, written together (kernels_cu/abi_loop.cuh, Mirror): all numbers as
+expected, and the record is there whole. The device stops rather than overwrite a record that has not been read.
 """
 
 import numpy as np

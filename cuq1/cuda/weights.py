@@ -1,8 +1,8 @@
 """Where a rank's weights lie on the GPU: named tensors in one arena, planned from the config alone.
 
-Nothing here needs a GPU or reads a tensor. The orders of elements are those of kernels_cu/abi.cuh, common/mma.cuh and
-common/experts.cuh. Names: `embed`, `norm`, `lm_head`; a layer's under `layers.3.`; the draft's under `draft.`, its one
-layer's among them (`draft.qkv.weights`).
+Nothing here needs a GPU or reads a tensor. The orders of elements are those of abi_decode.cuh, common/mma.cuh and
+common/experts.cuh in kernels_cu. Names: `embed`, `norm`, `lm_head`; a layer's under `layers.3.`; the draft's under
+`draft.`, its one layer's among them (`draft.qkv.weights`).
 
 Precision is one of two a part of a layer. A part (attention: q, k, v, o; or all of an MLP's gate, up and down) is FP8
 where all its linears carry scales and the shapes allow it, else F16: dequantised, and rounded to IEEE halves. A BF16

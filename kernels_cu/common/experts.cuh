@@ -4,7 +4,7 @@
 // are the up's, so that a lane's accumulators hold gate and up of the same column. Its chunks are followed by its
 // scales, HIDDEN / 128 pairs (gate, up) of floats, padded to 128 bytes.
 #pragma once
-#include "abi.cuh"
+#include "common/types.cuh"
 
 constexpr int MAX_GROUPS = ROWS * TOP_K > 64 ? ROWS * TOP_K : 64;
 // inner = silu(gate) * up is stored as a half times 2^-4: it is the one activation that no norm bounds, and this

@@ -1,6 +1,6 @@
 // The KV cache: how it lies in memory, and which part of it a pass reads.
 #pragma once
-#include "abi.cuh"
+#include "common/types.cuh"
 
 // Halves from the start of a KV head's cache to (slot, dim). A slot's row is 16 pieces of 16 bytes; piece c of row r
 // lies at c ^ (r % 8), so that a tile copied as it is into shared memory is read by ldmatrix without bank conflicts.

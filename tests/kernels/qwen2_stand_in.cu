@@ -1,6 +1,6 @@
 // Stands in for attention where the kernels around it are timed: a launch that waits for its predecessor, takes `count`
 // clock cycles and some shared memory, and that its successor waits for.
-#include "abi.cuh"
+#include "abi_measure.cuh"
 #include "common/pdl.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) qwen2_stand_in(const __grid_constant__ BandwidthArgs a) {

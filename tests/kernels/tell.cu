@@ -2,7 +2,7 @@
 // by row, the last one first, and the words that it copies come after that, one block's after the other's.
 #include "common/clock.cuh"
 #include "common/pdl.cuh"
-#include "abi.cuh"
+#include "abi_decode.cuh"
 
 struct TellArgs {
     const int* ids;        // [rows][top_k]

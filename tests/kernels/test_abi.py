@@ -1,4 +1,4 @@
-"""abi.cuh and abi_qwen2.cuh, as abi.py reads it and as NVRTC compiles it."""
+"""kernels_cu/abi*.cuh, as abi.py reads them and as NVRTC compiles them."""
 
 import ctypes
 import re
@@ -14,7 +14,8 @@ from tests.paths import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python")
 
-HEADER = "".join((ROOT / "kernels_cu" / name).read_text() for name in ("abi.cuh", "abi_qwen2.cuh"))
+HEADERS = sorted((ROOT / "kernels_cu").glob("abi*.cuh"))
+HEADER = "".join(path.read_text() for path in HEADERS)
 TYPES = (ROOT / "kernels_cu" / "common" / "types.cuh").read_text()
 STRUCTURES = {
     name: value
@@ -38,9 +39,9 @@ def assertions(name, structure):
 
 def compile_lines(lines, tmp_path, monkeypatch):
     """Compiles lines that come after the headers."""
-    for name in ("abi.cuh", "abi_qwen2.cuh", "common"):
-        (tmp_path / name).symlink_to(ROOT / "kernels_cu" / name)
-    text = ['#include "abi_qwen2.cuh"', *lines, 'extern "C" __global__ void nothing() {}']
+    for path in (*HEADERS, ROOT / "kernels_cu" / "common"):
+        (tmp_path / path.name).symlink_to(path)
+    text = [*(f'#include "{path.name}"' for path in HEADERS), *lines, 'extern "C" __global__ void nothing() {}']
     (tmp_path / "abi_test.cu").write_text("\n".join(text))
     monkeypatch.setattr(jit, "folder", lambda name: tmp_path)
     monkeypatch.setenv("CUQ1_CACHE_DIR", str(tmp_path / "cache"))
