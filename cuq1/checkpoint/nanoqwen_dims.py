@@ -57,7 +57,11 @@ _Shapes = list[tuple[str, np.dtype[Any], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions that a header holds, under the names of Qwen2Config."""
+    """The dimensions that a header holds, under the names of Qwen2Config.
+
+    Fields of their own: a header is decoded before the config.json inside, to be compared with it, and the format stays
+    as it is where the config changes.
+    """
 
     hidden_size: int
     intermediate_size: int
