@@ -136,14 +136,21 @@ def _run(text: str) -> int:
     if os.environ.get(RANK, "0") != "0":
         with _open(options, None):
             raise AssertionError("a rank that follows has no engine to call")
-    with Client(os.environ[SOCKET], "AF_UNIX", authkey=bytes.fromhex(os.environ[SECRET])) as connection:
-        try:
-            engine = _open(options, connection)
-        except Cuq1Error as error:
-            connection.send(("error", type(error).__name__, str(error)))
-            return 0 if options.tp == 1 else 2
-        with engine:
-            _serve(engine, connection, options.device)
+    try:
+        with Client(os.environ[SOCKET], "AF_UNIX", authkey=bytes.fromhex(os.environ[SECRET])) as connection:
+            return _answer(options, connection)
+    except (ConnectionError, EOFError):  # the server is gone, and with it whoever would read of it
+        return 1
+
+
+def _answer(options: EngineOptions, connection: Connection) -> int:
+    try:
+        engine = _open(options, connection)
+    except Cuq1Error as error:
+        connection.send(("error", type(error).__name__, str(error)))
+        return 0 if options.tp == 1 else 2
+    with engine:
+        _serve(engine, connection, options.device)
     return 0
 
 

@@ -1,9 +1,14 @@
 """The engine in a process of its own: the same answers, the same errors, and what happens when the process dies."""
 
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +122,22 @@ def test_errors_come_as_what_they_are(remote):
 def test_what_cannot_be_opened_says_why(tmp_path):
     with pytest.raises(Exception, match=r"config\.json"):
         RemoteEngine(EngineOptions(str(tmp_path), "cpu"))
+
+
+def test_a_server_that_is_gone_before_its_engine_is_open(tmp_path):
+    """Killed while it loads: its engine's process ends, and has nothing to say of it."""
+    with socket.socket(socket.AF_UNIX) as address:
+        address.bind(str(tmp_path / "left"))  # and nobody listens
+        run = subprocess.run(
+            [sys.executable, "-m", "cuq1.serve.engine_process", json.dumps(asdict(EngineOptions(str(NANO), "cpu")))],
+            env=os.environ | {remote_module.SOCKET: str(tmp_path / "left"), remote_module.SECRET: "00"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", "")
 
 
 def test_a_process_that_dies_is_a_device_that_failed():
