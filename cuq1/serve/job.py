@@ -46,8 +46,10 @@ class Measures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding: from the first round on."""
+        """Of decoding: from the first round on; None of a single token, which says nothing of it."""
         if self.first_token is None or self.finished is None or self.finished <= self.first_token:
+            return None
+        if self.completion_tokens < 2:
             return None
         return (self.completion_tokens - 1) / (self.finished - self.first_token)
 

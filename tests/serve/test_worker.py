@@ -10,6 +10,7 @@ from cuq1.engine import open_engine
 from cuq1.errors import DeviceError
 from cuq1.sampling import DecodeParams
 from cuq1.serve import prompt as prompt_module
+from cuq1.serve.job import Measures
 from tests.paths import NANO
 from tests.serve.running import LIMIT, nano_service, post, serving, wait_for
 from tests.serve.watched import Watched
@@ -40,6 +41,13 @@ def test_a_failure_is_said_once(caplog):
     assert [record.message for record in caplog.records if "failed:" in record.message] == [
         "the engine failed: the process has ended"
     ]
+
+
+def test_the_speed_of_one_token_is_not_known():
+    measures = Measures(first_token=10.0, finished=12.0, completion_tokens=1)
+    assert measures.tokens_per_second is None
+    measures.completion_tokens = 5
+    assert measures.tokens_per_second == 2.0
 
 
 @pytest.fixture(scope="module")
