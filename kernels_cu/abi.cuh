@@ -18,6 +18,8 @@
 
 constexpr int MAX_RANKS = 8;
 constexpr int INBOXES = 3;          // buffers that an exchange's uses take in turn (common/exchange.cuh)
+// For what a peer pushes within microseconds, unless its host is slow to launch.
+constexpr int DEFAULT_PEER_TIMEOUT_MS = 4000;
 
 enum FaultKind {
     FAULT_NONE = 0,

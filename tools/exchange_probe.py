@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cuq1.config import load_config
 from cuq1.cuda import graph
-from cuq1.cuda.abi import FAULTS, INBOXES, ExchangeFound, ExchangeProbeArgs
+from cuq1.cuda.abi import DEFAULT_PEER_TIMEOUT_MS, FAULTS, INBOXES, ExchangeFound, ExchangeProbeArgs
 from cuq1.cuda.driver import bindings, check, open_device
 from cuq1.cuda.kernels import exchange_probe
 from cuq1.cuda.launch import Call
@@ -28,7 +28,6 @@ Floats = NDArray[np.float32]
 
 GRAPHS = (300, 96, 3)  # exchanges of the graphs that take turns: multiples of INBOXES
 AHEAD = 16  # graphs that are launched before the oldest has ended
-TIMEOUT_MS = 4000  # common/exchange.cuh: PEER_TIMEOUT_MS
 MOST = np.finfo(np.float32).max
 
 
@@ -105,7 +104,7 @@ class Setting:
     sums: Floats
     seed: int = 1
     pause: int = 1000  # cycles
-    timeout_ms: int = TIMEOUT_MS
+    timeout_ms: int = DEFAULT_PEER_TIMEOUT_MS
     behind: int = 1
     skipped: tuple[int, int] = (-1, -1)  # exchange, place
     patch: tuple[str, str] | None = None
@@ -155,7 +154,7 @@ class Probe:
             skipped=setting.skipped[0],
             skipping=setting.skipped[1],
         )
-        limit = None if setting.timeout_ms == TIMEOUT_MS else setting.timeout_ms
+        limit = None if setting.timeout_ms == DEFAULT_PEER_TIMEOUT_MS else setting.timeout_ms
         calls = [
             Call(build(kernel, patch=setting.patch), args)
             for kernel in (

@@ -21,7 +21,7 @@ from cuq1.parallel import Rendezvous
 from cuq1.parallel.exchange import SharedInbox
 from cuq1.parallel.multicast import Multicast
 from cuq1.plan.dims import ROWS
-from tools.exchange_probe import TIMEOUT_MS, dims
+from tools.exchange_probe import dims
 from tools.gpu import Spread, spread_us
 from tools.peer_loads import PeerLoads, patch
 
@@ -202,4 +202,4 @@ def sentence(fault: Structure) -> str:
     if what != abi.constant("FAULT_PEER"):
         return f"{abi.FAULTS.get(what, what)} in exchange {at}"
     whose = f"rank {place}'s part" if place >= 0 else "some rank's part"
-    return f"{whose} of exchange {at} did not come within {TIMEOUT_MS} ms"
+    return f"{whose} of exchange {at} did not come within {abi.DEFAULT_PEER_TIMEOUT_MS} ms"

@@ -21,8 +21,7 @@ from cuq1.plan.dims import ROWS
 from cuq1.plan.types import Plan
 from cuq1.sampling.depth import DepthRule, default_rule
 
-# Seconds after which a kernel gives up what a peer was to push: PEER_TIMEOUT_MS of kernels_cu/common/exchange.cuh.
-PEER_TIMEOUT = 4.0
+PEER_TIMEOUT = abi.DEFAULT_PEER_TIMEOUT_MS / 1000  # seconds after which a kernel gives up what a peer was to push
 # What it waited for, by its name; what else polls has nothing of peers.
 PUSHED = {
     "qkv": "draft's entry",

@@ -37,7 +37,7 @@
 static_assert(RANKS >= 1 && RANKS <= MAX_RANKS, "inboxes have places for MAX_RANKS");
 
 #ifndef PEER_TIMEOUT_MS
-#define PEER_TIMEOUT_MS 4000  // for what a peer pushes within microseconds, unless its host is slow to launch
+#define PEER_TIMEOUT_MS DEFAULT_PEER_TIMEOUT_MS
 #endif
 
 // x to the same place of one rank's inbox, `distance` away. A NaN is stored as one that is ready.

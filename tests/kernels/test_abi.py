@@ -7,6 +7,7 @@ import pytest
 
 from cuq1.cuda import abi
 from cuq1.cuda import compile as jit
+from cuq1.cuda.ranks import PEER_TIMEOUT
 from cuq1.errors import Cuq1Error, DeviceError
 from cuq1.plan import dims
 from cuq1.plan.kernel import Kernel
@@ -69,6 +70,19 @@ def test_a_field_that_moved_is_refused(old, new, tmp_path, monkeypatch):
     moved = type("QkvArgs", (ctypes.Structure,), {"_fields_": [(name, kinds[name]) for name in fields]})
     with pytest.raises(DeviceError, match=r"abi_test\.cu does not compile for sm_90a: .*QkvArgs"):
         compile_lines(assertions("QkvArgs", moved), tmp_path, monkeypatch)
+
+
+def test_kernels_wait_for_a_peer_as_long_as_errors_say(tmp_path, monkeypatch):
+    compile_lines(waits_for(PEER_TIMEOUT), tmp_path, monkeypatch)
+
+
+def test_another_wait_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(DeviceError, match="static assertion failed"):
+        compile_lines(waits_for(PEER_TIMEOUT + 0.001), tmp_path, monkeypatch)
+
+
+def waits_for(seconds):
+    return ['#include "common/exchange.cuh"', f"static_assert(PEER_TIMEOUT_MS == {round(seconds * 1000)});"]
 
 
 def test_fields_by_hand():

@@ -21,7 +21,7 @@ from cuq1.models import loop, prefill, q1
 from cuq1.models.prefill import Chunk, Step, Sum
 from cuq1.plan.dims import DRAFT
 from cuq1.sampling.depth import default_rule
-from tests.paths import NANO, ROOT
+from tests.paths import NANO
 from tests.unit.test_rendezvous import serving, together
 
 
@@ -205,12 +205,6 @@ def test_a_part_that_never_came_is_named(kernel, layer, text):
     with pytest.raises(PeerError, match=re.escape(text)):
         Runtime._raise_fault(runtime, None)
     assert not cleared  # it goes on to end what other ranks do
-
-
-def test_the_limit_is_the_kernels():
-    header = (ROOT / "kernels_cu" / "common" / "exchange.cuh").read_text()
-    (milliseconds,) = re.findall(r"#define PEER_TIMEOUT_MS (\d+)", header)
-    assert int(milliseconds) == ranks.PEER_TIMEOUT * 1000
 
 
 def test_an_engine_of_several_ranks_needs_them(monkeypatch):
