@@ -132,7 +132,7 @@ def test_bandwidths_that_are_none(value):
     ("arguments", "says"),
     [
         (["nowhere"], "nowhere/config.json does not exist"),
-        ([str(NANO / "config.json")], "is not a .nanoqwen file"),
+        ([str(NANO / "config.json")], "is one file of a checkpoint: point to its folder"),
         (
             [str(NANO), "--tp", "8"],
             "tp 8 does not divide this model (num_attention_heads is 12): choose one of 1, 2, 4",
