@@ -59,8 +59,6 @@ __device__ __forceinline__ void load_fragment(Fragment& b, const GateUpArgs& a, 
     }
 }
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
 // Adds the warps' sums of a unit and stores the product. One warp.
 __device__ __forceinline__ void finish(const GateUpArgs& a, const Groups& groups, const float4 (*partial)[WARP], int unit,
                                        float2 code_scale, int lane) {

@@ -17,18 +17,12 @@
 // (common/flagged.cuh): a word is there once it is not NOT_READY, so that nothing but the words themselves crosses between
 // blocks. A token is multiplied by its norm's weights alone; its inverse root mean square is a factor of results. What a
 // block's loads of the next token would wait behind is sent after them (tools/decisions/020-one-launch-between-attentions.md).
-#include "common/copy.cuh"
 #include "common/flagged.cuh"
-#include "common/int4.cuh"
+#include "common/int4_ring.cuh"
 #include "common/pdl.cuh"
 #include "common/phases.cuh"
 #include "common/pieces.cuh"
 #include "common/reduce.cuh"
-
-constexpr int THREADS = WARPS * WARP;
-constexpr int STAGE_BYTES = STAGE_UNITS * UNIT_BYTES;
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynamic shared memory, behind the rings
 
 constexpr int Q_WIDTH = Q_HEADS * HEAD_SIZE, QKV_ROWS = (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE;
 constexpr int TILE_COLUMNS = TILE_ROWS / 2;  // of inner, that a tile of gate and up makes
@@ -41,15 +35,6 @@ using DownSplit = Pieces<HIDDEN, INNER, GEMV_BLOCKS>;
 using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
 
 enum Phase { O_PROJ, GATE_UP, DOWN, QKV, PHASES = QKV + !LAST };
-
-struct Run {
-    int first, units;
-};
-
-__device__ __forceinline__ Run part_of(Run run, int part, int parts) {
-    const int first = run.units * part / parts;
-    return Run{run.first + first, run.units * (part + 1) / parts - first};
-}
 
 // Of a matrix in pieces; nothing for blocks beyond the takers.
 template <typename Split>
@@ -378,14 +363,10 @@ __device__ __forceinline__ void take_halves(uint8_t* token, const f16* from, Fau
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
         const int column = (i * THREADS + int(threadIdx.x)) * 8;
-        const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
-        const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-        TOKEN::store(token, column, eight, column < padded(K));
+        store_halves(token, column, x[i], column < padded(K));
     }
     __syncthreads();  // all of the token is there
 }
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2ChainArgs& a) {
     const Run tiles = whole_tiles();

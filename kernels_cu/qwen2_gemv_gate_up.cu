@@ -17,8 +17,6 @@ constexpr int TILES = padded(INNER) / TILE_COLUMNS;
 using Tiles = WholeTiles<TILES, padded(HIDDEN) / GROUP_SIZE>;
 using GateUpStream = Stream<HIDDEN, Tiles::BLOCK_TILES * (padded(HIDDEN) / GROUP_SIZE)>;
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) qwen2_gate_up(const __grid_constant__ Qwen2GateUpArgs a) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ GateUpStream::Shared shared;

@@ -4,12 +4,10 @@
 // are the up's, so that a lane's accumulators hold gate and up of the same column. Its chunks are followed by its
 // scales, HIDDEN / 128 pairs (gate, up) of floats, padded to 128 bytes.
 #pragma once
+#include "common/inner.cuh"
 #include "common/types.cuh"
 
 constexpr int MAX_GROUPS = ROWS * TOP_K > 64 ? ROWS * TOP_K : 64;
-// inner = silu(gate) * up is stored as a half times 2^-4: it is the one activation that no norm bounds, and this
-// keeps up to a million of it finite while the smallest step, 2^-20, stays far below what a sum of products shows.
-constexpr float INNER_SCALE = 0.0625f;
 
 struct Groups {
     int count;

@@ -7,13 +7,13 @@
 // has columns 8t .. 8t + 7 and 32 + 8t .. 32 + 8t + 7, so that B is 16 contiguous bytes of activations for each.
 #pragma once
 #include "abi_qwen2.cuh"
+#include "common/inner.cuh"
 #include "common/mma.cuh"
 
 constexpr int GROUP_SIZE = 128;  // columns that share a scale
 constexpr int TILE_ROWS = 16;
 constexpr int CODE_BYTES = TILE_ROWS * GROUP_SIZE / 2;
 constexpr int UNIT_BYTES = CODE_BYTES + TILE_ROWS * 2;
-constexpr float INNER_SCALE = 0.0625f;  // of what lies between gate_up and down, so that no half overflows
 
 __device__ __host__ constexpr int padded(int width) { return (width + GROUP_SIZE - 1) / GROUP_SIZE * GROUP_SIZE; }
 

@@ -6,38 +6,21 @@
 // So the rings fill before pdl_wait(), at the speed of WARPS issuing lanes, and hold what memory delivers while the
 // predecessor ends and the token comes in.
 //
-// Includers define WARPS, STAGE_UNITS (of a copy), STAGES (of a warp's ring), TRIGGER (see below) and TOKEN, what the token
-// is multiplied as: Halves or Digits.
+// Includers define what common/int4_ring.cuh asks for, and TRIGGER (see below).
 #pragma once
-#include "common/copy.cuh"
-#include "common/int4.cuh"
+#include "common/int4_ring.cuh"
 #include "common/pdl.cuh"
 #include "common/pieces.cuh"
-
-constexpr int THREADS = WARPS * WARP;
-constexpr int STAGE_BYTES = STAGE_UNITS * UNIT_BYTES;
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int TOKEN_AT = WARPS * RING_BYTES;  // where the token begins in dynamic shared memory, behind the rings
 
 // When the successor's prologue may begin.
 constexpr int AT_ONCE = 0;       // beside the predecessor
 constexpr int AFTER_WAIT = 1;
 constexpr int AFTER_COPIES = 2;  // when all warps have sent their last copies
 
-struct Run {
-    int first, units;
-};
-
 template <typename A, typename B>
 constexpr bool same = false;
 template <typename A>
 constexpr bool same<A, A> = true;
-
-// Part `part` of `parts` equal ones.
-__device__ __forceinline__ Run part_of(Run run, int part, int parts) {
-    const int first = run.units * part / parts;
-    return Run{run.first + first, run.units * (part + 1) / parts - first};
-}
 
 // What a warp needs, K columns wide, where a block has up to BLOCK_UNITS units.
 template <int K, int BLOCK_UNITS>
@@ -197,9 +180,7 @@ __device__ __forceinline__ void take_token(uint8_t* token, const f16* from, uint
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
             const int column = (i * THREADS + int(threadIdx.x)) * 8;
-            const float2 a = unpack_f16(x[i].x), b = unpack_f16(x[i].y), c = unpack_f16(x[i].z), d = unpack_f16(x[i].w);
-            const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-            TOKEN::store(token, column, eight, column < padded(K));
+            store_halves(token, column, x[i], column < padded(K));
         }
         __syncthreads();  // all of the token is there
     }
