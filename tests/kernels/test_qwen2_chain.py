@@ -121,7 +121,7 @@ WRONG = {
     "down as it is": ("1.0f / INNER_SCALE", "1.0f"),
     "one norm for both": ("row.load_norm(a.next_norm)", "row.load_norm(a.post_norm)"),
     "a norm's mean": ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)"),
-    "silu without its exponent": ("__expf(-x)", "__expf(x)"),
+    "silu of another sign": ("silu(gate) * up", "gate / (1.0f + __expf(gate)) * up"),
 }
 
 
