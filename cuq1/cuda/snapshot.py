@@ -4,6 +4,7 @@ Copies within the GPU, and between it and the host, run on the engine's stream, 
 before and after them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,7 +110,7 @@ class Marked(Protocol):
 
 
 @dataclass
-class DeviceSaver:
+class DeviceSaver(ABC):
     """cuq1.snapshots.Saver of a GPU engine. first, second: bytes of the GPU and of pinned memory."""
 
     engine: Marked
@@ -187,14 +188,14 @@ class DeviceSaver:
         """Returns when copies are done."""
         self.runtime.wait()
 
-    def row_bytes(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def row_bytes(self) -> int: ...
 
-    def copy_rows(self, start: int, end: int) -> DeviceCopy | None:
-        raise NotImplementedError
+    @abstractmethod
+    def copy_rows(self, start: int, end: int) -> DeviceCopy | None: ...
 
-    def put_rows(self, copy: DeviceCopy, first: int, start: int, end: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def put_rows(self, copy: DeviceCopy, first: int, start: int, end: int) -> None: ...
 
 
 class RowSaver(DeviceSaver):
