@@ -4,20 +4,19 @@
 the stop token among the completion's, and of the prompt's tokens says how many were held already.
 """
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from cuq1.serve import body as fields
 from cuq1.serve.agents import plain
 from cuq1.serve.errors import openai_body
-from cuq1.serve.http import COMMENT, EventStream, invalid, read_json, sse, unless_gone
-from cuq1.serve.openai import FINISH, Counts, Plan, envelope, response_schema, stream_options
+from cuq1.serve.http import COMMENT, invalid, sse
+from cuq1.serve.openai import FINISH, Counts, Plan, envelope, respond, response_schema, stream_options
 from cuq1.serve.request import (
     Answer,
     CallPiece,
@@ -74,13 +73,7 @@ def _tool_choice(body: Mapping[str, Any]) -> Any:
 
 async def create(request: Request) -> Response:
     """The route's handler."""
-    service: Service = request.app.state.service
-    body = await read_json(request)
-    planned = await asyncio.to_thread(plan, body, service)
-    answer = service.generate(planned.generation)
-    if planned.stream:
-        return EventStream(_frames(answer, planned, service.model_name), answer)
-    return JSONResponse(await unless_gone(request, _whole(answer, planned, service.model_name)))
+    return await respond(request, plan, _frames, _whole)
 
 
 async def _whole(answer: Answer, planned: Plan, model: str) -> dict[str, Any]:

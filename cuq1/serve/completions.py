@@ -18,8 +18,8 @@ from cuq1.sampling.params import check_prompt
 from cuq1.serve import body as fields
 from cuq1.serve.agents import plain
 from cuq1.serve.errors import openai_body
-from cuq1.serve.http import COMMENT, EventStream, invalid, read_json, refuse, sse, unless_gone
-from cuq1.serve.openai import FINISH, Counts, Plan, envelope, response_schema, stream_options
+from cuq1.serve.http import COMMENT, invalid, read_json, refuse, sse
+from cuq1.serve.openai import FINISH, Counts, Plan, envelope, respond, response_schema, stream_options
 from cuq1.serve.request import Answer, ApiError, Finished, Generation, Piece, Queued, Service, Started, TokenInfo
 from cuq1.serve.service import EngineService
 from cuq1.serve.settings import MAX_LOGPROBS
@@ -74,13 +74,7 @@ def raw_prompt(body: Mapping[str, Any], service: EngineService) -> Prompt:
 
 async def create(request: Request) -> Response:
     """The route's handler."""
-    service: EngineService = request.app.state.service
-    body = await read_json(request)
-    planned = await asyncio.to_thread(_plan, body, service)
-    answer = service.generate(planned.generation)
-    if planned.stream:
-        return EventStream(_frames(answer, planned, service.model_name), answer)
-    return JSONResponse(await unless_gone(request, _whole(answer, planned, service.model_name)))
+    return await respond(request, _plan, _frames, _whole)
 
 
 async def _whole(answer: Answer, planned: Plan, model: str) -> dict[str, Any]:

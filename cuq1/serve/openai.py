@@ -1,14 +1,18 @@
 """What OpenAI's Chat Completions and its older completions share: options, envelopes, usage."""
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from cuq1 import __version__
 from cuq1.serve import body as fields
-from cuq1.serve.http import invalid, refuse
-from cuq1.serve.request import CallPiece, Finished, Generation, Piece, Started
+from cuq1.serve.http import EventStream, invalid, read_json, refuse, unless_gone
+from cuq1.serve.request import Answer, CallPiece, Finished, Generation, Piece, Started
 
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls", "cancelled": "stop"}
 FINGERPRINT = f"cuq1-{__version__}"
@@ -50,6 +54,22 @@ def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 refuse("response_format", "needs an object in json_schema.schema")
             return schema
     raise invalid("response_format", "must have the type text, json_object or json_schema")
+
+
+async def respond(
+    request: Request,
+    plan: Callable[[Mapping[str, Any], Any], Plan],
+    frames: Callable[[Answer, Plan, str], AsyncIterator[bytes]],
+    whole: Callable[[Answer, Plan, str], Coroutine[Any, Any, dict[str, Any]]],
+) -> Response:
+    """A request's answer: the events of `frames` where it is streamed, else the object of `whole`."""
+    service = request.app.state.service
+    body = await read_json(request)
+    planned = await asyncio.to_thread(plan, body, service)
+    answer = service.generate(planned.generation)
+    if planned.stream:
+        return EventStream(frames(answer, planned, service.model_name), answer)
+    return JSONResponse(await unless_gone(request, whole(answer, planned, service.model_name)))
 
 
 def envelope(planned: Plan, model: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
