@@ -8,7 +8,7 @@ from cuq1.cuda.execute import load_all
 from cuq1.cuda.launch import Call
 from cuq1.cuda.ranks import Ranks
 from cuq1.models.steps import Chunk, Step, Sum
-from cuq1.plan.types import Ref, Value
+from cuq1.plan.types import set_field
 
 
 class Chunks:
@@ -38,7 +38,7 @@ class Chunks:
                 continue
             args = kernels[step.make].args()
             for name, value in step.args.items():
-                setattr(args, name, self._value(value))
+                set_field(args, name, value, addresses)
             self._calls.append((step, Call(functions[kernels[step.make]], args)))
 
     def issue(self, chunk: Chunk, stream: int) -> None:
@@ -58,7 +58,7 @@ class Chunks:
                 continue
             assert call is not None
             for name, value in fields.items():
-                setattr(call.args, name, self._value(value))
+                set_field(call.args, name, value, self._addresses)
             yield step.label, partial(call.issue, grid=step.grid(fields))
 
     def _sum(self, step: Sum, rows: int, stream: int) -> None:
@@ -72,6 +72,3 @@ class Chunks:
                 at = driver.CUdeviceptr(address + first * 4)
                 check(driver.cuMemsetD2D32Async(at, step.width * 4, 0, columns, rows, driver.CUstream(stream)))
         self._ranks.sum(address, rows * step.width, stream)
-
-    def _value(self, value: Value) -> int | float:
-        return self._addresses[value.buffer] + value.offset if isinstance(value, Ref) else value

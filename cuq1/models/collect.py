@@ -57,5 +57,5 @@ class Collector:
 
     def plan(self) -> Plan:
         """The launches, and of the buffers those that they name."""
-        used = {value.buffer for launch in self.launches for value in launch.args.values() if isinstance(value, Ref)}
+        used = {ref.buffer for launch in self.launches for _, ref in launch.refs()}
         return Plan(tuple(b for b in self.buffers.values() if b.name in used), tuple(self.launches))

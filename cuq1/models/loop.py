@@ -23,7 +23,7 @@ from cuq1.models.family import plans_of
 from cuq1.models.plans import DeviceModel
 from cuq1.models.q1 import Model
 from cuq1.plan.dims import DRAFT, ROWS
-from cuq1.plan.types import Buffer, Launch, Plan, Ref
+from cuq1.plan.types import Buffer, Launch, Plan, Ref, Value
 from cuq1.sampling.params import MIN_AUTO_DRAFTS
 
 # What a launch and a graph's start cost besides bytes, and the read bandwidth.
@@ -100,7 +100,7 @@ def _agreeing(launch: Launch) -> Launch:
 
 def _controlled(model: DeviceModel, plan: Plan, made: int, *, first: bool) -> Plan:
     """The plan with a control kernel behind it."""
-    args: dict[str, int | float | Ref] = {
+    args: dict[str, Value] = {
         "fault": Ref("fault"),
         "live": 0,
         "layer": DRAFT,

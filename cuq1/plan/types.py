@@ -1,7 +1,7 @@
 """A plan: the launches of one pass over named buffers. Printable and checked without a GPU."""
 
-from collections.abc import Iterable, Mapping
-from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
+from collections.abc import Iterator, Mapping
+from ctypes import Array, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ class Ref:
     offset: int = 0
 
 
-Value = int | float | Ref
+Value = int | float | Ref | tuple[Ref | int, ...]
 Defines = tuple[tuple[str, Define], ...]
 
 
@@ -41,8 +41,9 @@ class Launch:
     """One kernel with its arguments.
 
     label: what it computes, as printed; layer: -1 for the draft's; args: every field of kernel.args but `reserved`,
-    pointers as Ref or 0 for null; read_bytes, write_bytes: memory traffic, each byte once; variant: what
-    distinguishes it from the same label elsewhere, as "sliding".
+    pointers as Ref or 0 for null, arrays of pointers as tuples of these, with nulls behind a shorter one; read_bytes,
+    write_bytes: memory traffic, each byte once; variant: what distinguishes it from the same label elsewhere, as
+    "sliding".
     """
 
     kernel: Kernel
@@ -53,17 +54,37 @@ class Launch:
     write_bytes: int
     variant: str = ""
 
-    def refs(self) -> Iterable[tuple[str, Ref]]:
-        """(field, address) of every pointer that isn't null."""
-        return ((name, value) for name, value in self.args.items() if isinstance(value, Ref))
+    def refs(self) -> Iterator[tuple[str, Ref]]:
+        """(field, address) of every pointer that isn't null; of an array's, the field is `name[place]`."""
+        for name, value in self.args.items():
+            if isinstance(value, Ref):
+                yield name, value
+            elif isinstance(value, tuple):
+                yield from ((f"{name}[{place}]", item) for place, item in enumerate(value) if isinstance(item, Ref))
 
-    def structure(self, addresses: dict[str, int]) -> Structure:
+    def structure(self, addresses: Mapping[str, int]) -> Structure:
         """The arguments with every Ref replaced by its address. Raises KeyError for a buffer without one."""
         found = self.kernel.args()
         for name, value in self.args.items():
-            bound = addresses[value.buffer] + value.offset if isinstance(value, Ref) else value
-            setattr(found, name, bound)
+            set_field(found, name, value, addresses)
         return found
+
+
+def set_field(args: Structure, name: str, value: Value, addresses: Mapping[str, int]) -> None:
+    """Writes an argument into a kernel's structure, every Ref as its address; places of an array behind a tuple stay.
+
+    Raises KeyError for a buffer without an address.
+    """
+    if not isinstance(value, tuple):
+        setattr(args, name, _bound(value, addresses))
+        return
+    array = getattr(args, name)
+    for place, item in enumerate(value):
+        array[place] = _bound(item, addresses)
+
+
+def _bound(value: int | float | Ref, addresses: Mapping[str, int]) -> int | float:
+    return addresses[value.buffer] + value.offset if isinstance(value, Ref) else value
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,16 @@ def _check(launch: Launch, buffers: dict[str, Buffer]) -> None:
 
 
 def _check_value(name: str, kind: Any, value: Value) -> None:
+    if issubclass(kind, Array):
+        if kind._type_ is not c_uint64 or not isinstance(value, tuple):
+            raise ValueError(f"{name} is an array: of these, arguments are tuples of pointers alone, not {value!r}")
+        if len(value) > kind._length_:
+            raise ValueError(f"{name} has {kind._length_} places, not {len(value)}")
+        for place, item in enumerate(value):
+            _check_value(f"{name}[{place}]", kind._type_, item)
+        return
+    if isinstance(value, tuple):
+        raise ValueError(f"{name} is no array: give one value, not {value!r}")
     if kind is c_uint64:  # every 64-bit unsigned field of a kernel in a plan is a pointer
         if not isinstance(value, Ref) and value != 0:
             raise ValueError(f"{name} is a pointer: give a Ref or 0, not {value!r}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cuq1.cuda.execute import Program
+from cuq1.models.collect import Collector
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.types import Buffer, Launch, Plan, Ref
 
@@ -17,13 +18,14 @@ class Args(Structure):
         ("rows", c_int32),
         ("scale", c_float),
         ("fine", c_double),
+        ("many", c_uint64 * 3),
         ("reserved", c_int32),
     )
 
 
 KERNEL = Kernel("x.cu", "x", Args, (), (1, 1, 1), 32)
 BUFFERS = (Buffer("a", (4,), "float32", 16), Buffer("b", (2, 2), "float32", 16))
-ARGS = {"input": Ref("a", 8), "output": Ref("b"), "rows": 3, "scale": 0.5, "fine": 2}
+ARGS = {"input": Ref("a", 8), "output": Ref("b"), "rows": 3, "scale": 0.5, "fine": 2, "many": (Ref("b", 4), 0)}
 LAUNCH = Launch(KERNEL, "label", 7, ARGS, 100, 10, "sliding")
 
 
@@ -46,7 +48,9 @@ def test_a_plan_binds_its_launches_to_addresses():
         2,
         0,
     )
+    assert list(bound.many) == [2004, 0, 0]  # nulls behind the tuple's end
     assert plan.launches[1].structure({"b": 2000}).input == 0
+    assert dict(LAUNCH.refs()) == {"input": Ref("a", 8), "output": Ref("b"), "many[0]": Ref("b", 4)}
     assert plan == Plan(BUFFERS, (LAUNCH, launch(input=0)))
 
 
@@ -61,6 +65,15 @@ def test_a_plan_binds_its_launches_to_addresses():
         ({"input": 4096}, "input is a pointer: give a Ref or 0, not 4096"),
         ({"rows": Ref("a")}, "rows is no pointer: give a number"),
         ({"rows": 1.5}, "rows is an integer from -2147483648 to 2147483647, not 1.5"),
+        ({"many": None}, "no value for many of Args"),
+        ({"many": Ref("a")}, "many is an array: of these, arguments are tuples of pointers alone, not Ref"),
+        ({"many": (0,) * 4}, "many has 3 places, not 4"),
+        ({"many": (0, 7)}, "many[1] is a pointer: give a Ref or 0, not 7"),
+        ({"many": (0, (Ref("a"),))}, "many[1] is no array: give one value"),
+        ({"many": (0, Ref("c"))}, "many[1] refers to c, which is no buffer of this plan"),
+        ({"many": (Ref("b", 16),)}, "many[0] lies 16 bytes into b, which has 16"),
+        ({"input": (Ref("a"),)}, "input is no array: give one value, not (Ref"),
+        ({"rows": (1,)}, "rows is no array: give one value, not (1,)"),
         ({"rows": 1 << 31}, "rows is an integer from -2147483648 to 2147483647, not 2147483648"),
     ],
 )
@@ -81,3 +94,16 @@ def test_buffers_have_names_of_their_own_and_a_size():
 def test_a_program_needs_every_address():
     with pytest.raises(ValueError, match="no address for b"):
         Program(Plan(BUFFERS, (LAUNCH,)), {"a": 256})
+    only = launch(output=0, many=(0, Ref("b")))
+    with pytest.raises(ValueError, match="no address for b"):
+        Program(Plan(BUFFERS, (only,)), {"a": 256})
+    with pytest.raises(KeyError, match="b"):
+        only.structure({"a": 256})
+
+
+def test_a_plan_in_the_making_keeps_the_buffers_that_arrays_name():
+    made = Collector({}, (*BUFFERS, Buffer("c", (1,), "uint8", 1), Buffer("fault", (1,), "uint8", 1)))
+    made.add(KERNEL, "label", 0, {**ARGS, "input": 0, "output": 0, "unknown": 3}, 1, 1)
+    assert [buffer.name for buffer in made.plan().buffers] == ["b"]
+    made.add(KERNEL, "label", 0, {**ARGS, "many": (0, 0, Ref("c"))}, 1, 1)
+    assert [buffer.name for buffer in made.plan().buffers] == ["a", "b", "c"]
