@@ -16,6 +16,7 @@
 #include "abi.cuh"
 
 constexpr int PAGE = 16;  // positions of a page of the KV cache
+constexpr int QWEN2_LAYERS = 48;  // the most of a launch, whose arguments are to fit 4 KB
 
 // Where a page's row has its piece of 16 bytes number `piece`: pages come into shared memory by bulk copies as they are,
 // and ldmatrix is to find eight rows' pieces in different banks.
@@ -142,6 +143,36 @@ struct Qwen2ChainArgs {
     float* qkv_pieces;              // [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE], or null
     uint4* unready;                 // what the next layer's launch stores, to be made NOT_READY, or null
     int unready_pieces;             // of 16 bytes
+    int reserved;
+};
+
+// All layers, or a run of them, in one launch: from the residual to the residual. Words of the last five arrays are
+// NOT_READY before the launch; of those, down_pieces and inner of the last layer stay in it.
+struct Qwen2LayersArgs {
+    Fault* fault;
+    const int* live;
+    int layer;                      // the first one's number
+    int rows;
+    const uint8_t* qkv_weights[QWEN2_LAYERS];
+    const uint8_t* o_weights[QWEN2_LAYERS];
+    const uint8_t* gate_up_weights[QWEN2_LAYERS];
+    const uint8_t* down_weights[QWEN2_LAYERS];
+    const f16* input_norm[QWEN2_LAYERS];  // [HIDDEN]
+    const f16* post_norm[QWEN2_LAYERS];   // [HIDDEN]
+    const f16* bias[QWEN2_LAYERS];        // [(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
+    f16* k_pages[QWEN2_LAYERS];           // [pages][KV_HEADS][PAGE][HEAD_SIZE], a row's pieces at page_piece
+    f16* v_pages[QWEN2_LAYERS];
+    const int* positions;           // [1]
+    const double* inverse_frequencies;  // [HEAD_SIZE / 2]: theta ** (-2i / HEAD_SIZE)
+    const int* page_table;
+    const float* residual;          // [HIDDEN]
+    float* residual_out;            // [HIDDEN], behind the last layer; may be where residual lies
+    float* qkv_pieces;              // [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
+    uint4* partials;                // [KV_HEADS][SPANS] records of GROUP HEAD_SIZE halves, then 8 pairs of floats
+    float* o_pieces;                // [O_PARTS][HIDDEN]
+    f16* inner;                     // [PADDED(INNER)], INNER_SCALE * silu(gate) * up
+    float* down_pieces;             // [DOWN_PIECES][HIDDEN]
+    int layers;                     // 1 .. QWEN2_LAYERS
     int reserved;
 };
 
