@@ -16,20 +16,23 @@ static_assert(HIDDEN % 8 == 0, "a row of halves is whole vectors of 16 bytes");
 
 // residual = table[token]. A position whose page is not there yet takes the last free one. A token outside the vocabulary
 // is reported and taken as 0; so is a position without a page, which then stays without.
-// What the first layer's qwen2_chain polls is made NOT_READY.
+// What blocks of later launches poll is made NOT_READY.
 //   PRECOND  grid ceil(HIDDEN / 8 / 128) or more, block 128. table and residual 16-byte aligned. tokens, positions, pages and
 //            page_table may be the predecessor's: all are read behind pdl_wait(). No other launch changes pages meanwhile.
-//   Reads HIDDEN * 2 bytes of the table, writes HIDDEN * 4.
+//   Reads HIDDEN * 2 bytes of the table, writes HIDDEN * 4 and 16 * unready_pieces.
 // Why so: one trip for the token, one for its row; more than one block, so that the row comes through several
-// multiprocessors. Pages are handed out here, in every token's graph, instead of in a graph of their own: one thread's
+// multiprocessors. What is cleared is stored while the token is on its way, by more blocks than the row takes: all of it
+// goes to L2. Pages are handed out here, in every token's graph, instead of in a graph of their own: one thread's
 // three loads hide behind the row's (tools/decisions/017-page-boundaries.md).
 extern "C" __global__ void __launch_bounds__(EMBED_THREADS) qwen2_embed(const __grid_constant__ Qwen2EmbedArgs a) {
     const int column = (int(blockIdx.x) * EMBED_THREADS + int(threadIdx.x)) * 8;
     pdl_wait();
     pdl_trigger();
-    int token = __ldcg(a.tokens);
-    const bool known = token >= 0 && token < VOCAB;
-    token = known ? token : 0;
+    const int given = __ldcg(a.tokens);
+    for (int i = int(blockIdx.x) * EMBED_THREADS + int(threadIdx.x); i < a.unready_pieces; i += int(gridDim.x) * EMBED_THREADS)
+        a.unready[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
+    const bool known = given >= 0 && given < VOCAB;
+    const int token = known ? given : 0;
     if (column < HIDDEN) {
         const uint4 x = __ldg(reinterpret_cast<const uint4*>(a.table + int64_t(token) * HIDDEN + column));
         const float2 x0 = unpack_f16(x.x), x1 = unpack_f16(x.y), x2 = unpack_f16(x.z), x3 = unpack_f16(x.w);
@@ -37,10 +40,8 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS) qwen2_embed(const __
         to[0] = make_float4(x0.x, x0.y, x1.x, x1.y);
         to[1] = make_float4(x2.x, x2.y, x3.x, x3.y);
     }
-    for (int i = int(blockIdx.x) * EMBED_THREADS + int(threadIdx.x); i < a.unready_pieces; i += int(gridDim.x) * EMBED_THREADS)
-        a.unready[i] = make_uint4(NOT_READY, NOT_READY, NOT_READY, NOT_READY);
     if (blockIdx.x > 0) return;
-    if (threadIdx.x == 0 && !known) report_fault(a.fault, FAULT_TOKEN, KERNEL_EMBED, a.layer, __ldcg(a.tokens));
+    if (threadIdx.x == 0 && !known) report_fault(a.fault, FAULT_TOKEN, KERNEL_EMBED, a.layer, given);
     if (threadIdx.x == WARP) {  // another warp than the report's
         const int position = __ldcg(a.positions), place = position / PAGE;
         if (position < 0 || place >= a.max_pages) {

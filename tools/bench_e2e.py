@@ -9,13 +9,16 @@ device (the device launches each token's graph), host (the host does), eager (th
 are the host's: from the prompt to the first token (TTFT), and from the first token to the last (ITL), medians of
 requests with the 10th and the 90th percentile. The share is that of the bytes that a token must read, over the read
 bandwidth measured in the same run. Regions come from kernels compiled to leave their times (tools/breakdown.py).
---context N measures a longer prompt, too, and holds the time that it adds against the bytes that it adds.
+--context N measures a longer prompt, too, and holds the time that it adds against the bytes that it adds. --form
+measures several ways to put layers into launches in turn; --timeline shows when blocks resume and end a layer's parts.
 """
 
 import sys
 import time
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,13 +29,16 @@ from cuq1.cuda.driver import open_device
 from cuq1.cuda.qwen2_engine import Qwen2CudaEngine
 from cuq1.errors import RequestError
 from cuq1.models.qwen2 import position_bytes
+from cuq1.models.qwen2_forms import FORMS, form_for
 from cuq1.plan.dims import DRAFT
+from cuq1.plan.qwen2_dims import qwen2_dims
 from cuq1.sampling import DecodeParams
 from tools.bench import append_row, at_least_one, not_negative
 from tools.breakdown import REGIONS, breakdown, mean, problems, tokens_of, total
 from tools.e2e_report import MODES, Regions, lines, plain
 from tools.gpu import Spread, read_ceiling, spread_of
 from tools.qwen2_engines import Mode, Part, Subject, parts_of, records, token_plan
+from tools.timeline import medians, timeline
 from tools.tracing import Tracer, spans
 
 TRACED = 12  # tokens of a request whose launches leave their times
@@ -82,17 +88,19 @@ def finite(engine: Qwen2CudaEngine, ids: Sequence[int]) -> bool:
 
 
 def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace) -> Regions:
-    """A token's regions behind a prompt: of the device's loop, the last of requests' tokens; else all but the first.
+    """A token's regions behind a prompt: those of requests' last tokens.
 
-    The former have places of their own for their entries, of which the last token's stay: it is the cheapest way.
+    Launches of layers have places of their own for their entries, of which the last token's stay: it is the cheapest
+    way. What ends a token has none, so that the end of the one before it is known, too: the loop's kernel, or where the
+    host launches the head.
     """
     open_device()
     device = mode == "device"
     tracer = Tracer(
         [label for label in REGIONS if device or label != "control"],
-        layers=subject.config.num_hidden_layers + 1 if device else 0,  # the head counts as a layer
+        layers=subject.config.num_hidden_layers + device,  # the head counts as a layer
     )
-    parts, itl = [], []
+    parts, itl, times = [], [], []
     try:
         with subject.engine(mode, len(ids) + TRACED + 1, tracer) as engine:
             launches = parts_of(token_plan(engine, len(ids) + TRACED))
@@ -102,16 +110,18 @@ def regions(subject: Subject, mode: Mode, ids: Sequence[int], options: Namespace
                 tracer.clear()
                 with records(engine) as log:
                     request(engine, ids, TRACED)
-                tokens = tokens_of(spans(tracer.read(), tracer.labels), order)
-                tokens = tokens[-1:] if device else tokens[2:]  # the host is slower at first
-                parts += [breakdown(found, begin, end) for begin, end, found in tokens]
+                entries = tracer.read()
+                begin, end, found = tokens_of(spans(entries, tracer.labels), order)[-1]
+                parts.append(breakdown(found, begin, end))
+                times.append(timeline(entries, tracer.labels, order))
                 itl += [(one.ended - one.launched) / 1e3 for one in log[-1:]]
     finally:
         tracer.close()
     shares = mean(parts)
     time_us = float(np.mean(itl)) if device else total(shares)
-    found = problems(shares, time_us, len(order))
-    return Regions(mode, len(ids), shares, time_us, found, region_bytes(launches))
+    wrong = problems(shares, time_us, len(order))
+    of_layers = medians(times) if options.timeline and device else {}
+    return Regions(mode, len(ids), shares, time_us, wrong, region_bytes(launches), of_layers)
 
 
 def region_bytes(parts: Sequence[Part]) -> dict[str, int]:
@@ -129,6 +139,7 @@ def bench(subject: Subject, options: Namespace, ceiling: float) -> dict[str, Any
     middle = options.prompt + options.gen // 2
     found: dict[str, Any] = {
         "model": subject.name,
+        "form": subject.form,
         "prompt": options.prompt,
         "gen": options.gen,
         "problems": [],
@@ -173,9 +184,7 @@ def _run(argv: list[str] | None) -> int:
     source.add_argument("--model", nargs="+", help="Hugging Face folders, or .nanoqwen files")
     parser.add_argument("--int4-head", action="store_true", help="of random weights, the logits' matrix is INT4, too")
     parser.add_argument(
-        "--chained",
-        action=BooleanOptionalAction,
-        help="one launch between two attentions (default: as the engine does)",
+        "--form", nargs="+", choices=FORMS, default=[None], help="launches of the layers (default: the engine's choice)"
     )
     parser.add_argument("--prompt", type=at_least_one, default=512, help="tokens of the prompt")
     parser.add_argument("--gen", type=at_least_one, default=128, help="tokens of the answer")
@@ -185,6 +194,7 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--traced", type=not_negative, default=10, help="requests whose launches leave their times; 0 for none"
     )
+    parser.add_argument("--timeline", action="store_true", help="of these, when blocks resume and end a layer's parts")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--log", action="store_true", help="append rows to tools/benchlog/e2e.jsonl")
     options = parser.parse_args(argv)
@@ -193,7 +203,7 @@ def _run(argv: list[str] | None) -> int:
     if options.context and options.context <= options.prompt:
         parser.error("--context must be more than --prompt, to which it is compared")
     names = options.model or options.config
-    subjects = [Subject.of(name, int4_head=options.int4_head, chained=options.chained) for name in names]
+    subjects = [Subject.of(name, int4_head=options.int4_head) for name in names]
     longest = max(options.prompt, options.context or 0) + max(options.gen, TRACED) + 1
     for subject in subjects:
         if longest > subject.config.max_position_embeddings:
@@ -202,10 +212,15 @@ def _run(argv: list[str] | None) -> int:
                 "lower --prompt, --context or --gen"
             )
     device = open_device()
+    sms = device.multiprocessors
+    forms = [
+        replace(subject, form=form_for(qwen2_dims(subject.config), sms, form))
+        for subject, form in product(subjects, options.form)
+    ]
     ceiling = read_ceiling(graph.stream(), device.arch)
     print(f"{device.name}, read ceiling {ceiling:.0f} GB/s")
     failed = 0
-    for subject in subjects:
+    for subject in forms:
         found = bench(subject, options, ceiling)
         failed += len(found["problems"])
         print("\n".join(lines(found, ceiling)), flush=True)

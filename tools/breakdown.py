@@ -13,16 +13,22 @@ from itertools import pairwise
 from tools.tracing import Span
 
 GAP = "kernel_gap"
-# What each kernel of a Qwen2 token does, in order. Where launches are chained, a chain's parts are like launches.
+# What each kernel of a Qwen2 token does, in order. Where a launch does what several would, its parts are like launches.
 REGIONS = {
     "embed": "embed",
+    "layers": "",  # its parts have regions of their own
+    "layers.qkv": "qkv_gemv",
+    "layers.attention": "attention",
+    "layers.o_proj": "o_proj",
+    "layers.gate_up": "gate_up",
+    "layers.down": "down",
     "qkv": "qkv_gemv",
     "attention": "attention",
     "combine": "attention_combine",
     "o_proj": "o_proj",
     "gate_up": "gate_up",
     "down": "down",
-    "chain": "",  # its parts have regions of their own
+    "chain": "",  # as above
     "chain.o_proj": "o_proj",
     "chain.gate_up": "gate_up",
     "chain.down": "down",
@@ -37,7 +43,7 @@ REGIONS = {
 FUSED = {
     "append_kv": "in attention, with bias and RoPE",
     "norms": "all but the last: in qkv_gemv and gate_up, with the sums of pieces and the residual",
-    "attention_combine": "in attention, where a context is short",
+    "attention_combine": "in o_proj, where layers are one launch; else in attention, where a context is short",
 }
 
 

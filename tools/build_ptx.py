@@ -28,7 +28,7 @@ from cuq1.cuda.weights import weights_plan
 from cuq1.errors import DeviceError
 from cuq1.models import decode, loop, prefill, q1, qwen2, qwen2_prefill
 from cuq1.models.family import plans_of
-from cuq1.plan.dims import ROWS
+from cuq1.plan.dims import MULTIPROCESSORS, ROWS
 from cuq1.plan.kernel import Kernel
 
 
@@ -36,8 +36,8 @@ def qwen2_kernels(path: Path) -> list[Kernel]:
     """Every kernel that a Qwen2 model launches: a token in any context, prompts, scoring, either logits' matrix."""
     config = open_qwen2(path).config if is_nanoqwen(path) else load_qwen2_config(path)
     found: dict[Kernel, None] = {}
-    for int4_head, chained in product((False, True), (False, True)):  # not every GPU has room for chains
-        model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), chained=chained)
+    for int4_head, sms in product((False, True), (MULTIPROCESSORS, MULTIPROCESSORS - 1)):  # as on a smaller GPU
+        model = qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), sms=sms)
         own = plans_of(model)
         plans = [loop.round_of(model, 1, 0, short=short) for short in (False, True)]
         plans += [loop.first_of(model, 0), own.logits_of(), qwen2_prefill.chunk_plan(model, prefill.Chunk(0, 1))]

@@ -1,18 +1,20 @@
 """What bench_e2e found of a model, as a table and as a row of the log."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tools.breakdown import FUSED, GAP, Share, total
 from tools.gpu import Spread
 from tools.qwen2_engines import Mode
+from tools.timeline import Times, timeline_lines
 
 MODES: tuple[Mode, ...] = ("device", "host", "eager")
 
 
 @dataclass(frozen=True)
 class Regions:
-    """A token's time by region; the same time as the loop's log has it; what does not fit; bytes read by region."""
+    """A token's time by region; the same time as the loop's log has it; what does not fit; bytes read by region; and
+    where it was asked for, a layer's times by part."""
 
     mode: Mode
     prompt: int
@@ -20,14 +22,15 @@ class Regions:
     itl_us: float
     problems: list[str]
     read: dict[str, int]
+    times: dict[str, Times] = field(default_factory=dict)
 
 
 def lines(found: dict[str, Any], ceiling: float) -> list[str]:
     """A model's table."""
     size = found["bytes"]
     table = [
-        f"{found['model']}: prompt {found['prompt']}, {found['gen']} tokens; a token: {found['launches']} launches, "
-        f"{size / 1e9:.3f} GB, {size / ceiling / 1e3:.0f} µs at {ceiling:.0f} GB/s",
+        f"{found['model']}: prompt {found['prompt']}, {found['gen']} tokens; form {found['form']}; a token: "
+        f"{found['launches']} launches, {size / 1e9:.3f} GB, {size / ceiling / 1e3:.0f} µs at {ceiling:.0f} GB/s",
         f"{'':10} {'TTFT ms':>22} {'ITL ms':>25} {'tokens/s':>9} {'GB/s':>6} {'of ceiling':>10}",
     ]
     rows: list[tuple[str, Any, int]] = [(mode, found[mode], size) for mode in MODES]
@@ -52,6 +55,8 @@ def lines(found: dict[str, Any], ceiling: float) -> list[str]:
     for name, one in found.get("breakdowns", {}).items():
         title = f"{one.mode} after {one.prompt}"
         table += region_lines(title, one, found[name]["itl_ms"].median * 1e3, ceiling)
+        if one.times:
+            table += timeline_lines(title, one.times)
     if "breakdowns" in found:
         table += [f"{region}: {text}" for region, text in FUSED.items()]
     return [*table, *(f"PROBLEM: {text}" for text in found["problems"])]
@@ -80,7 +85,8 @@ def plain(value: Any) -> Any:
     """A report's parts as JSON has them."""
     if isinstance(value, Regions):
         shares = {region: asdict(share) for region, share in value.shares.items()}
-        return {"prompt": value.prompt, "itl_us": value.itl_us, "regions": shares, "bytes": value.read}
+        times = {name: asdict(one) for name, one in value.times.items()}
+        return {"prompt": value.prompt, "itl_us": value.itl_us, "regions": shares, "bytes": value.read, "times": times}
     if isinstance(value, Spread):
         return value._asdict()
     if isinstance(value, dict):

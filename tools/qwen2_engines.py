@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import sizeof
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from unittest import mock
 
 from cuq1.checkpoint.nanoqwen import Nanoqwen
@@ -20,7 +20,8 @@ from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.cuda.runtime import Runtime
 from cuq1.errors import RequestError
 from cuq1.models import qwen2, qwen2_decode
-from cuq1.plan.types import Plan, Ref
+from cuq1.models.qwen2_forms import Form
+from cuq1.plan.types import Launch, Plan
 from tools.checkpoint_qwen2 import NAMES, qwen2_config
 from tools.tracing import Tracer
 
@@ -36,22 +37,22 @@ class Subject:
     config: Qwen2Config
     opened: Qwen2Model | None
     int4_head: bool
-    chained: bool | None
+    form: Form | None
 
     @classmethod
-    def of(cls, name: str, *, int4_head: bool = False, chained: bool | None = None) -> "Subject":
+    def of(cls, name: str, *, int4_head: bool = False, form: Form | None = None) -> "Subject":
         """One of NAMES with random weights, a Hugging Face folder, or a .nanoqwen file.
 
-        int4_head: of random weights, the logits' matrix, too, is INT4. chained: what lies between two attentions is one
-        launch, or is not; None is the engine's default. Raises RequestError for anything else, and
-        ConfigError or CheckpointError for a model that is not computed.
+        int4_head: of random weights, the logits' matrix, too, is INT4. form: in which launches the layers run; None is
+        the engine's default. Raises RequestError for anything else, and ConfigError or CheckpointError for a model that
+        is not computed.
         """
         path, known = Path(name), name.lower()
         if path.exists() and is_qwen2(path):
             model = open_qwen2(path)
-            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, chained)
+            return cls(path.name, model.config, model, isinstance(model, Nanoqwen) and model.int4_head, form)
         if known in NAMES:
-            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, chained)
+            return cls(known, parse_qwen2(qwen2_config(known)), None, int4_head, form)
         raise RequestError(f"{name} is no Qwen2 model: name a folder, a .nanoqwen file, or {NAMES[0]} and the like")
 
     @contextmanager
@@ -64,7 +65,6 @@ class Subject:
             if mode == "eager":
                 stack.enter_context(mock.patch.object(Runtime, "run", _EagerRun()))
             model = qwen2_layout(self.config, int4_head=self.int4_head) if self.opened is None else self.opened
-            more: dict[str, Any] = {} if self.chained is None else {"chained": self.chained}
             yield stack.enter_context(
                 Qwen2CudaEngine(
                     model,
@@ -72,7 +72,7 @@ class Subject:
                     loop="device" if mode == "device" else "host",
                     defines=None if tracer is None else tracer.defines,
                     say=_silent,
-                    **more,
+                    form=self.form,
                 )
             )
 
@@ -132,12 +132,21 @@ def records(engine: Qwen2CudaEngine) -> Iterator[list[abi.Record]]:
         yield found
 
 
-# Of a chain's parts, which of its weights they read.
-_PARTS = {part: f"{part}_weights" for part in ("o_proj", "gate_up", "down", "qkv")} | {"o_proj": "o_weights"}
+# Of launches whose parts leave times: the parts in order, and which of the weights each reads.
+_PARTS = {
+    "chain": {"o_proj": "o_weights", "gate_up": "gate_up_weights", "down": "down_weights", "qkv": "qkv_weights"},
+    "layers": {
+        "qkv": "qkv_weights",
+        "attention": "",  # the cache
+        "o_proj": "o_weights",
+        "gate_up": "gate_up_weights",
+        "down": "down_weights",
+    },
+}
 
 
 class Part(NamedTuple):
-    """What leaves times where a plan is traced: a launch, or a chain's part. read: bytes."""
+    """What leaves times where a plan is traced: a launch, or a part of one. read: bytes."""
 
     label: str
     layer: int
@@ -148,18 +157,39 @@ def parts_of(plan: Plan) -> list[Part]:
     """In the order in which they end."""
     found = []
     for launch in plan.launches:
-        if launch.label != "chain":
+        if launch.label in _PARTS:
+            found += _launch_parts(plan, launch)
+        else:
             found.append(Part(launch.label, launch.layer, launch.read_bytes))
-            continue
-        for part, name in _PARTS.items():
-            weights = launch.args[name]
-            if isinstance(weights, Ref):
-                found.append(Part(f"chain.{part}", launch.layer, plan.buffer(weights.buffer).bytes))
     return found
+
+
+def _launch_parts(plan: Plan, launch: Launch) -> list[Part]:
+    """Of every layer that the launch has; without those that a chain leaves out. What is no weight is shared evenly."""
+    named = _PARTS[launch.label]
+    sizes: dict[str, list[int]] = {field: [] for field in named.values()}
+    for field, ref in launch.refs():
+        if (array := field.partition("[")[0]) in sizes:
+            sizes[array].append(plan.buffer(ref.buffer).bytes)
+    layers = max(map(len, sizes.values()))
+    if "" in sizes:
+        sizes[""] = [(launch.read_bytes - sum(map(sum, sizes.values()))) // layers] * layers
+    return [
+        Part(f"{launch.label}.{part}", launch.layer + layer, sizes[field][layer])
+        for layer in range(layers)
+        for part, field in named.items()
+        if sizes[field]
+    ]
+
+
+def model_of(engine: Qwen2CudaEngine) -> qwen2.Model:
+    """What the engine launches."""
+    model = engine._runtime.model
+    assert isinstance(model, qwen2.Model)
+    return model
 
 
 def token_plan(engine: Qwen2CudaEngine, context: int) -> Plan:
     """The launches of a token at position `context` but the loop's own, with the bytes that they read there."""
-    model = engine._runtime.model
-    assert isinstance(model, qwen2.Model)
+    model = model_of(engine)
     return qwen2_decode.round_of(model, context=context, short=model.is_short(context))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from cuq1.checkpoint.packed import packed
 from cuq1.checkpoint.qwen2 import Qwen2Model
 from cuq1.config_qwen2 import Qwen2Config
+from cuq1.cuda.abi import QWEN2_LAYERS
 from cuq1.cuda.device_engine import DeviceEngine, LoopKind, Options
 from cuq1.cuda.driver import open_device
 from cuq1.cuda.loop import TIMEOUT
@@ -13,6 +14,7 @@ from cuq1.cuda.memory import free_memory, round_up
 from cuq1.cuda.qwen2_weights import Qwen2Layout, Qwen2Random, Qwen2Source, qwen2_layout, qwen2_source
 from cuq1.models import loop as loop_plans
 from cuq1.models import qwen2
+from cuq1.models.qwen2_forms import Form
 from cuq1.models.qwen2_plans import Qwen2Plans
 from cuq1.plan.qwen2_dims import PAGE
 from cuq1.plan.types import Defines
@@ -32,9 +34,9 @@ class Qwen2CudaEngine(DeviceEngine):
 
     model: opened, or for benchmarks a config alone, or a layout: its weights are then random.
     context: positions that the caches hold; where it is None the model's, or as many as memory holds. loop, timeout,
-    progress, defines: as in Options. chained: as in models.qwen2.Model. say(text): is told what is not as one may
-    expect. Raises ConfigError, CheckpointError, RequestError for a context that the model does not have, and
-    DeviceError where there is no usable GPU or too little memory.
+    progress, defines: as in Options. form, layers_per_launch: as in models.qwen2.resolve. say(text): is told what is
+    not as one may expect. Raises ConfigError, CheckpointError, RequestError for a context that the model does not have,
+    and DeviceError where there is no usable GPU or too little memory.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Qwen2CudaEngine(DeviceEngine):
         loop: LoopKind = "device",
         timeout: float = TIMEOUT,
         defines: Mapping[str, Defines] | None = None,
-        chained: bool = True,
+        form: Form | None = None,
+        layers_per_launch: int = QWEN2_LAYERS,
         say: Callable[[str], None] = _say,
     ) -> None:
         super().__init__()
@@ -65,8 +68,14 @@ class Qwen2CudaEngine(DeviceEngine):
                 say(f"the context is cut from {longest} to {held} positions, which this GPU's free memory holds")
         if isinstance(source, Qwen2Source) and source.packed.rounded:
             say(f"{source.packed.where} is rounded to INT4 while it is loaded: pack it once with python -m cuq1.pack")
-        sms = device.multiprocessors
-        resolved = qwen2.resolve(self.config, source.layout, capacity=self.context, sms=sms, chained=chained)
+        resolved = qwen2.resolve(
+            self.config,
+            source.layout,
+            capacity=self.context,
+            sms=device.multiprocessors,
+            form=form,
+            layers_per_launch=layers_per_launch,
+        )
         self._start(resolved, source, default_rule(), options)
 
 

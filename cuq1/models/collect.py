@@ -48,12 +48,21 @@ class Collector:
         """Bytes of whole buffers."""
         return sum(self.buffers[ref.buffer].bytes for ref in refs if isinstance(ref, Ref))
 
-    def add(self, kernel: Kernel, label: str, layer: int, args: Mapping[str, Any], read: float, write: float) -> None:
+    def add(
+        self,
+        kernel: Kernel,
+        label: str,
+        layer: int,
+        args: Mapping[str, Any],
+        read: float,
+        write: float,
+        variant: str = "",
+    ) -> None:
         """A launch; arguments that its kernel does not have are left out."""
         args = {"fault": Ref("fault", 0), "live": 0, "layer": layer, **args}
         known = {name for name, *_ in kernel.args._fields_}
         args = {name: value for name, value in args.items() if name in known}
-        self.launches.append(Launch(kernel, label, layer, args, int(read), int(write)))
+        self.launches.append(Launch(kernel, label, layer, args, int(read), int(write), variant))
 
     def plan(self) -> Plan:
         """The launches, and of the buffers those that they name."""

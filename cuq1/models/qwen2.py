@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from cuq1.config_qwen2 import Qwen2Config
 from cuq1.cuda import abi
+from cuq1.cuda.abi import QWEN2_LAYERS
 from cuq1.cuda.kernels import head, qwen2_attention, qwen2_head
 from cuq1.models.collect import Tensor, buffer_of
+from cuq1.models.qwen2_forms import HALF, Form, form_for, handed_bytes, runs_of
 from cuq1.plan.dims import MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims
 from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, padded, pieces
-from cuq1.plan.types import Buffer, Ref
-
-HALF = 2  # bytes
+from cuq1.plan.types import Buffer
 
 
 class Weights(Protocol):
@@ -51,13 +51,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """capacity: positions that the caches hold, whole pages of them. chained: what lies between two attentions is one
-    launch, for which all blocks have to be resident together."""
+    """capacity: positions that the caches hold, whole pages of them. form: in which launches the layers run;
+    layers_per_launch: at most, in the form `layers`."""
 
     config: Qwen2Config
     weights: Weights
     capacity: int
-    chained: bool = True
+    form: Form = "launches"
+    layers_per_launch: int = QWEN2_LAYERS
 
     draft = None
 
@@ -76,6 +77,16 @@ class Model:
         return tuple(map(Layer, range(self.config.num_hidden_layers)))
 
     @property
+    def runs(self) -> tuple[range, ...]:
+        """The layers of each launch, in the form `layers`."""
+        return runs_of(len(self.layers), self.layers_per_launch)
+
+    @property
+    def regions(self) -> int:
+        """Of `handed`: neighbouring chains take turns, as one clears what the next fills; else each launch has one."""
+        return {"layers": len(self.runs), "chain": 2, "launches": 0}[self.form]
+
+    @property
     def pages(self) -> int:
         return self.capacity // PAGE
 
@@ -86,8 +97,8 @@ class Model:
 
     @property
     def short_context(self) -> int:
-        """Positions up to which a pass may use the plans for short contexts."""
-        return qwen2_attention.short_positions(self.sizes)
+        """Positions up to which a pass may use the plans for short contexts: none where one plan serves any context."""
+        return 0 if self.form == "layers" else qwen2_attention.short_positions(self.sizes)
 
     def is_short(self, done: int) -> bool:
         """Whether a pass at position `done` may use the plans for short contexts: as control.cu decides it."""
@@ -120,25 +131,17 @@ def resolve(
     *,
     capacity: int | None = None,
     sms: int = MULTIPROCESSORS,
-    chained: bool = True,
+    form: Form | None = None,
+    layers_per_launch: int = QWEN2_LAYERS,
 ) -> Model:
     """capacity: positions, the whole context where it is None; caches are of whole pages. sms: the GPU's
-    multiprocessors; chained: as in Model, where there are enough of these."""
+    multiprocessors. form: None is the fastest that they allow; layers_per_launch: 1 to QWEN2_LAYERS, as in Model.
+
+    Raises ConfigError for a form that the model does not have there.
+    """
     positions = config.max_position_embeddings if capacity is None else capacity
-    return Model(config, weights, -(-positions // PAGE) * PAGE, chained and sms >= MULTIPROCESSORS)
-
-
-def handed_words(d: Qwen2Dims) -> int:
-    """Words that the blocks of a chain hand to one another: see `handed`."""
-    return (pieces(d.hidden, d.q_width) + pieces(d.hidden, d.inner)) * d.hidden + padded(d.inner) * HALF // 4
-
-
-def handed(d: Qwen2Dims, layer: int) -> dict[str, Ref]:
-    """What a layer's chain stores for itself; neighbouring layers take turns: one clears what the next fills."""
-    start = layer % 2 * 4 * handed_words(d)
-    down = start + pieces(d.hidden, d.q_width) * d.hidden * 4
-    inner = down + pieces(d.hidden, d.inner) * d.hidden * 4
-    return {name: Ref("handed", at) for name, at in (("o_pieces", start), ("down_pieces", down), ("inner", inner))}
+    chosen = form_for(weights.dims, sms, form)
+    return Model(config, weights, -(-positions // PAGE) * PAGE, chosen, layers_per_launch)
 
 
 def position_bytes(config: Qwen2Config) -> int:
@@ -161,7 +164,7 @@ def cache_buffers(model: Model) -> list[Buffer]:
 
 def working_buffers(model: Model) -> list[Buffer]:
     """Everything that decoding reads or writes besides weights: caches, activations, the request's state."""
-    d, splits = model.sizes, model.splits
+    d = model.sizes
     lists = (ROWS, head.pieces_of(d.vocab), MAX_TOP_K)
     f32, f16 = "float32", "float16"
     return [
@@ -170,17 +173,33 @@ def working_buffers(model: Model) -> list[Buffer]:
         buffer_of("state", (sizeof(abi.State),), "uint8"),
         buffer_of(model.rope, (d.head_size // 2,), "float64"),
         buffer_of("residual", (2, d.hidden), f32),  # before attention, and before the MLP
-        buffer_of("qkv_pieces", (pieces(d.qkv_rows, d.hidden), d.qkv_rows), f32),
-        buffer_of("attended", (padded(d.q_width),), f16),
-        buffer_of("partial_out", (d.kv_heads, splits, d.group, d.head_size), f32),
-        buffer_of("partial_max", (d.kv_heads, d.group, splits), f32),
-        buffer_of("partial_sum", (d.kv_heads, d.group, splits), f32),
-        buffer_of("o_pieces", (pieces(d.hidden, d.q_width), d.hidden), f32),
-        buffer_of("inner", (padded(d.inner),), f16),
-        buffer_of("down_pieces", (pieces(d.hidden, d.inner), d.hidden), f32),
-        buffer_of("handed", (2, handed_words(d)), f32),
+        *_layers_buffers(model),
         buffer_of("hidden16", (ROWS, padded(d.hidden)), f16),
         buffer_of("logits", (1, d.vocab), f32),
         buffer_of("top_values", lists, f32),
         buffer_of("top_ids", lists, "int32"),
     ]
+
+
+def _layers_buffers(model: Model) -> list[Buffer]:
+    """What passes between the launches of the layers, and between their blocks."""
+    d, splits, form = model.sizes, model.splits, model.form
+    f32, f16 = "float32", "float16"
+    found = []
+    if model.regions:
+        found += [buffer_of("handed", (model.regions, handed_bytes(d, form)), "uint8")]
+    if form != "layers":
+        found += [
+            buffer_of("qkv_pieces", (pieces(d.qkv_rows, d.hidden), d.qkv_rows), f32),
+            buffer_of("attended", (padded(d.q_width),), f16),
+            buffer_of("partial_out", (d.kv_heads, splits, d.group, d.head_size), f32),
+            buffer_of("partial_max", (d.kv_heads, d.group, splits), f32),
+            buffer_of("partial_sum", (d.kv_heads, d.group, splits), f32),
+        ]
+    if form == "launches":
+        found += [
+            buffer_of("o_pieces", (pieces(d.hidden, d.q_width), d.hidden), f32),
+            buffer_of("inner", (padded(d.inner),), f16),
+            buffer_of("down_pieces", (pieces(d.hidden, d.inner), d.hidden), f32),
+        ]
+    return found

@@ -1,23 +1,30 @@
 """A Qwen2 model's decode plans: the launches of one token.
 
-    embed > qkv, then for each layer  attention (> combine) > chain,
-    norm > lm_head > top_k > accept.
+    embed > layers, in a launch or two > norm > lm_head > top_k > accept.
 
-A chain is o_proj > gate_up > down > qkv of the next layer in one launch. Where the GPU has too few multiprocessors for
-it, each is a launch of its own.
+That is the form for models and GPUs that it fits (cuq1.models.qwen2_forms). The others are
+
+    embed > qkv, then for each layer  attention (> combine) > chain,
+    norm > lm_head > top_k > accept,
+
+of which a chain is o_proj > gate_up > down > qkv of the next layer in one launch; or each of these a launch of its own.
 
 The norms between down and the next qkv, and between o_proj and gate_up, are those kernels' own part, and so are the
-sums: a projection leaves pieces, which whoever reads adds to the residual. The residual's two rows take turns, as a
-block may still read the one while another writes the other. Only a long context has a combine after attention.
+sums: a projection leaves pieces, which whoever reads adds to the residual. Outside of `layers` the residual's two rows
+take turns, as a block may still read the one while another writes the other, and only a long context has a combine
+after attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cuq1.cuda import abi
-from cuq1.cuda.kernels import head, qwen2_attention, qwen2_gemv, qwen2_head, qwen2_rows
+from cuq1.cuda.kernels import head, qwen2_attention, qwen2_gemv, qwen2_head, qwen2_layers, qwen2_rows
 from cuq1.models.collect import Collector
-from cuq1.models.qwen2 import HALF, Layer, Model, handed, handed_words, working_buffers
+from cuq1.models.qwen2 import Layer, Model, working_buffers
+from cuq1.models.qwen2_forms import HALF, handed, handed_bytes
+from cuq1.plan.kernel import Kernel
+from cuq1.plan.qwen2_dims import Qwen2Dims
 from cuq1.plan.types import Plan, Ref
 
 
@@ -29,8 +36,10 @@ class Builder(Collector):
         self.model, self.context, self.short = model, context, short
         self.base: Mapping[str, Any] = {"rows": 1}
 
-    def put(self, kernel: Any, label: str, layer: int, args: Mapping[str, Any], read: float, write: float) -> None:
-        self.add(kernel, label, layer, {**self.base, **args}, read, write)
+    def put(
+        self, kernel: Kernel, label: str, layer: int, args: Mapping[str, Any], read: int, write: int, variant: str = ""
+    ) -> None:
+        self.add(kernel, label, layer, {**self.base, **args}, read, write, variant)
 
 
 def _state(name: str, index: int = 0) -> Ref:
@@ -54,16 +63,54 @@ def _embed(b: Builder) -> None:
         "page_table": Ref("page_table"),
         "free_pages": Ref("free_pages"),
         "max_pages": b.model.pages,
-        **_unready(b, 0),
+        **_unready(b, 0, {"layers": b.model.regions, "chain": 1, "launches": 0}[b.model.form]),
     }
-    b.put(qwen2_rows.embed(d), "embed", 0, args, d.hidden * HALF, d.hidden * 4)
+    b.put(qwen2_rows.embed(d), "embed", 0, args, d.hidden * HALF, d.hidden * 4 + 16 * args["unready_pieces"])
 
 
-def _unready(b: Builder, layer: int) -> dict[str, Any]:
-    """What is to be cleared for a layer's chain."""
-    if not b.model.chained or layer >= len(b.model.layers):
+def _unready(b: Builder, first: int, count: int) -> dict[str, Any]:
+    """Regions of `handed` that are to be cleared."""
+    if count == 0:
         return {"unready": 0, "unready_pieces": 0}
-    return {"unready": handed(b.model.sizes, layer)["o_pieces"], "unready_pieces": handed_words(b.model.sizes) // 4}
+    size = handed_bytes(b.model.sizes, b.model.form)
+    return {"unready": Ref("handed", first * size), "unready_pieces": count * size // 16}
+
+
+def _layers(b: Builder, region: int, run: range) -> None:
+    d = b.model.sizes
+    residual = _residuals(b)[0]
+    prefixes = [b.model.layers[number].prefix for number in run]
+    matrices = {f"{name}_weights": _each(b, prefixes, name) for name in ("qkv", "o", "gate_up", "down")}
+    args = {
+        **matrices,
+        "input_norm": _each(b, prefixes, "input_norm"),
+        "post_norm": _each(b, prefixes, "post_norm"),
+        "bias": _each(b, prefixes, "qkv_bias"),
+        **{name: tuple(Ref(f"{prefix}.{name}") for prefix in prefixes) for name in ("k_pages", "v_pages")},
+        "positions": _state("positions"),
+        "inverse_frequencies": Ref(b.model.rope),
+        "page_table": Ref("page_table"),
+        "residual": residual,
+        "residual_out": residual,
+        **handed(d, "layers", region),
+        "layers": len(run),
+    }
+    row = _position_bytes(d)
+    weights = [ref for refs in matrices.values() for ref in refs]
+    read = b.size(*weights) + len(run) * b.context * row
+    write = len(run) * (handed_bytes(d, "layers") + row) + d.hidden * 4
+    variant = f"{run[0]}-{run[-1]}" if len(run) > 1 else ""
+    b.put(qwen2_layers.layers(d), "layers", run[0], args, read, write, variant)
+
+
+def _each(b: Builder, prefixes: Sequence[str], name: str) -> tuple[Ref, ...]:
+    """A weight of several layers."""
+    return tuple(b.weight(f"{prefix}.{name}") for prefix in prefixes)
+
+
+def _position_bytes(d: Qwen2Dims) -> int:
+    """What a layer's cache takes for a position."""
+    return 2 * d.kv_heads * d.head_size * HALF
 
 
 def _qkv(b: Builder, layer: Layer) -> None:
@@ -97,7 +144,7 @@ def _attention(b: Builder, layer: Layer) -> None:
         **partial,
         "splits": splits,
     }
-    row = 2 * d.kv_heads * d.head_size * HALF
+    row = _position_bytes(d)
     kernel = qwen2_attention.attention_short(d) if b.short else qwen2_attention.attention(d, splits)
     b.put(kernel, "attention", number, attention, b.context * row, row)
     if not b.short:
@@ -123,11 +170,11 @@ def _chain(b: Builder, layer: Layer) -> None:
         "next_norm": 0 if last else b.weight(f"{following}.input_norm"),
         "residual": rows[number % 2],
         "residual_out": rows[1 - number % 2],
-        **handed(d, number),
+        **handed(d, "chain", number % 2),
         "qkv_pieces": 0 if last else Ref("qkv_pieces"),
-        **_unready(b, number + 1),
+        **_unready(b, 1 - number % 2, 0 if last else 1),
     }
-    write = 4 * (handed_words(d) + d.hidden + (0 if last else d.qkv_rows))
+    write = handed_bytes(d, "chain") + 4 * (d.hidden + (0 if last else d.qkv_rows))
     b.put(qwen2_gemv.chain(d, last=last), "chain", number, args, b.size(*weights.values()), write)
 
 
@@ -164,15 +211,23 @@ def _token(b: Builder) -> None:
     """The forward pass of the state's token: logits."""
     d = b.model.sizes
     _embed(b)
-    layers, chained = b.model.layers, b.model.chained
-    for layer in layers:
-        if not chained or layer.number == 0:
-            _qkv(b, layer)
-        _attention(b, layer)
-        (_chain if chained else _mlp)(b, layer)
+    layers, form = b.model.layers, b.model.form
+    residual, pieces = _residuals(b)[0], Ref("down_pieces") if form == "launches" else 0
+    if form == "layers":
+        for region, run in enumerate(b.model.runs):
+            _layers(b, region, run)
+    else:
+        for layer in layers:
+            if form == "launches" or layer.number == 0:
+                _qkv(b, layer)
+            _attention(b, layer)
+            (_chain if form == "chain" else _mlp)(b, layer)
+    if form == "chain":
+        residual = _residuals(b)[len(layers) % 2]
+        pieces = handed(d, form, (len(layers) - 1) % 2)["down_pieces"]
     norm = {
-        "residual": _residuals(b)[len(layers) % 2 if chained else 0],
-        "pieces": handed(d, len(layers) - 1)["down_pieces"] if chained else Ref("down_pieces"),
+        "residual": residual,
+        "pieces": pieces,
         "norm": b.weight("norm"),
         "normed": Ref("hidden16"),
     }
@@ -191,7 +246,7 @@ def _sample(b: Builder, *, first: bool) -> None:
 
 def round_of(model: Model, *, context: int = 1024, short: bool = False) -> Plan:
     """A token: its forward pass, and the draw of the next one. context counts the bytes only; short: its position does
-    not reach `model.short_context`."""
+    not reach `model.short_context`; of no meaning in the form `layers`."""
     b = Builder(model, context, short=short)
     _token(b)
     _sample(b, first=False)

@@ -6,7 +6,7 @@
 // is kept then.
 //
 // Where TRACE_PHASES is defined, the parts of a launch (common/phases.cuh) leave entries instead of it, as kernels
-// TRACE + 1, TRACE + 2, ...
+// TRACE + 1, TRACE + 2, ..., each when it ends: what a block keeps of them takes no more room for more layers.
 #pragma once
 #include "common/clock.cuh"
 
@@ -25,64 +25,61 @@ __device__ TraceBuffer* trace_buffer;
 // In shared memory rather than in registers, of which some kernels have none to spare.
 __shared__ uint64_t trace_begin, trace_waiting, trace_resumed;
 __shared__ TraceBuffer* trace_to;
+__shared__ int trace_layer;
+
+// An entry of thread 0's block.
+__device__ __forceinline__ void trace_put(int kernel, int layer, uint64_t end) {
+    TraceBuffer* const buffer = trace_to;
+    if (buffer == nullptr) return;
+    const int block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+    unsigned int place;
+#ifdef TRACE_LAYERS
+    if (unsigned(layer) < TRACE_LAYERS && block < TRACE_BLOCKS) {
+        place = (kernel * TRACE_LAYERS + layer) * TRACE_BLOCKS + block;
+    } else
+#else
+    constexpr unsigned int TRACE_PLACES = 0;
+#endif
+    {
+        place = atomicAdd(&buffer->count, 1u);
+        if (place >= buffer->room) return;
+        place += TRACE_PLACES;
+    }
+    TraceEntry& entry = buffer->entries[place];
+    int sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    entry.begin = trace_begin;
+    entry.waiting = trace_waiting;
+    entry.resumed = trace_resumed;
+    entry.end = end;
+    entry.kernel = kernel;
+    entry.layer = layer;
+    entry.block = block;
+    entry.sm = sm;
+}
+
 #ifdef TRACE_PHASES
-__shared__ uint64_t trace_phase_resumed[TRACE_PHASES], trace_phase_end[TRACE_PHASES];
+// A part has ended, and the next one begins, and waits.
+__device__ __forceinline__ void trace_part(int layer, int phase) {
+    const uint64_t end = clock_ns();
+    trace_put(TRACE + 1 + phase, trace_layer + layer, end);
+    trace_begin = trace_waiting = end;
+    trace_resumed = 0;
+}
 #endif
 
 // Lives as long as the kernel's body; thread 0 speaks for its block.
 struct TraceScope {
-    int layer;
-    __device__ __forceinline__ explicit TraceScope(int layer) : layer(layer) {
+    __device__ __forceinline__ explicit TraceScope(int layer) {
         if (threadIdx.x != 0) return;
         trace_to = trace_buffer;
+        trace_layer = layer;
         trace_begin = clock_ns();
         trace_waiting = trace_resumed = 0;
-#ifdef TRACE_PHASES
-        for (int phase = 0; phase < TRACE_PHASES; ++phase) trace_phase_resumed[phase] = trace_phase_end[phase] = 0;
-#endif
     }
     __device__ __forceinline__ ~TraceScope() {
-        if (threadIdx.x != 0) return;
-        const uint64_t end = clock_ns();
-        if (trace_to == nullptr) return;
 #ifndef TRACE_PHASES
-        put(TRACE, trace_begin, trace_waiting, trace_resumed, end);
-#else
-        uint64_t begin = trace_begin;
-        for (int phase = 0; phase < TRACE_PHASES && trace_phase_end[phase] != 0; ++phase) {
-            const uint64_t waiting = phase == 0 ? trace_waiting : begin;
-            put(TRACE + 1 + phase, begin, waiting, trace_phase_resumed[phase], trace_phase_end[phase]);
-            begin = trace_phase_end[phase];
-        }
+        if (threadIdx.x == 0) trace_put(TRACE, trace_layer, clock_ns());
 #endif
-    }
-
-    __device__ __forceinline__ void put(int kernel, uint64_t begin, uint64_t waiting, uint64_t resumed, uint64_t end) const {
-        TraceBuffer* const buffer = trace_to;
-        const int block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
-        unsigned int place;
-#ifdef TRACE_LAYERS
-        if (unsigned(layer) < TRACE_LAYERS && block < TRACE_BLOCKS) {
-            place = (kernel * TRACE_LAYERS + layer) * TRACE_BLOCKS + block;
-        } else
-#else
-        constexpr unsigned int TRACE_PLACES = 0;
-#endif
-        {
-            place = atomicAdd(&buffer->count, 1u);
-            if (place >= buffer->room) return;
-            place += TRACE_PLACES;
-        }
-        TraceEntry& entry = buffer->entries[place];
-        int sm;
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-        entry.begin = begin;
-        entry.waiting = waiting;
-        entry.resumed = resumed;
-        entry.end = end;
-        entry.kernel = kernel;
-        entry.layer = layer;
-        entry.block = block;
-        entry.sm = sm;
     }
 };

@@ -15,6 +15,7 @@ from tests.kernels.qwen2_shapes import ALL, DIMS
 from tests.kernels.twins import qwen2 as twin
 from tests.kernels.twins.qwen2_gemv import written
 
+NOT_READY = 0xFFFFFFFF
 HALF = 4e-4  # relative: half a step of 2^-11 at most
 VOCAB = 1000
 SEVEN = DIMS["7b"]
@@ -28,8 +29,9 @@ def rng():
     return np.random.default_rng(seed)
 
 
-def check_embed(gpu, rng, dims, token, position, places, free, expected, patch=None):
-    """places: the page table; free: free pages, the last one next; expected: both afterwards."""
+def check_embed(gpu, rng, dims, token, position, places, free, expected, patch=None, unready=0):
+    """places: the page table; free: free pages, the last one next; expected: both afterwards; unready: pieces of 16
+    bytes that are cleared."""
     dims = replace(dims, vocab=VOCAB)
     table = rng.standard_normal((VOCAB, dims.hidden), np.float32).astype(np.float16)
     buffers = {
@@ -40,8 +42,9 @@ def check_embed(gpu, rng, dims, token, position, places, free, expected, patch=N
         "pages": gpu.array(np.array([len(free), *GUARD], np.int32)),
         "page_table": gpu.array(np.array([*places, -1], np.int32)),
         "free_pages": gpu.array(np.array([*free, *GUARD], np.int32)),
+        "unready": gpu.array(np.full(4 * unready + 4, 7, np.uint32)),
     }
-    args = abi.Qwen2EmbedArgs(fault=gpu.fault.address, layer=2, rows=1, max_pages=len(places))
+    args = abi.Qwen2EmbedArgs(fault=gpu.fault.address, layer=2, rows=1, max_pages=len(places), unready_pieces=unready)
     for name, buffer in buffers.items():
         setattr(args, name, buffer.data.ptr)
     try:
@@ -54,6 +57,9 @@ def check_embed(gpu, rng, dims, token, position, places, free, expected, patch=N
         assert buffers["page_table"].get().tolist() == [*expected[0], -1], "page_table"
         assert buffers["pages"].get().tolist() == [expected[1], *GUARD], "pages"
         assert buffers["free_pages"].get().tolist() == [*free, *GUARD], "free_pages"
+        words = buffers["unready"].get()
+        assert (words[:-4] == NOT_READY).all(), "unready"
+        assert (words[-4:] == 7).all(), "unready: written beyond"
 
 
 @pytest.mark.gpu
@@ -62,6 +68,12 @@ def test_embed(gpu, rng, name):
     for token, position in ((0, 0), (VOCAB - 1, PAGE - 1), (int(rng.integers(VOCAB)), PAGE)):
         there = [4, 9, 2]
         check_embed(gpu, rng, ALL[name], token, position, there, [5, 6], (there, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unready", [1, 127, 64 * 128, 64 * 128 + 1, 50_000])
+def test_what_is_to_be_polled_is_cleared(gpu, rng, unready):
+    check_embed(gpu, rng, SEVEN, 5, 0, [1], [], ([1], 0), unready=unready)
 
 
 @pytest.mark.gpu
@@ -97,16 +109,18 @@ def test_a_position_without_a_page_is_reported(gpu, rng, position, free):
         (("a.pages->free = free - 1;", ""), "pages"),
         (("a.free_pages + free - 1)", "a.free_pages + free)"), "page_table"),
         (("to[1] = make_float4(x2.x, x2.y,", "to[1] = make_float4(x2.y, x2.x,"), "residual"),
+        (("i < a.unready_pieces; i += int(gridDim.x)", "i < a.unready_pieces; i += 2 * int(gridDim.x)"), "unready"),
+        (("i < a.unready_pieces;", "i <= a.unready_pieces;"), "unready: written beyond"),
     ],
-    ids=["taken again", "not taken", "the next one", "columns"],
+    ids=["taken again", "not taken", "the next one", "columns", "every other turn", "one more"],
 )
 def test_embed_tells_broken_kernels(gpu, rng, patch, what):
     given = (3, PAGE, [4, -1], [7, 6], ([4, 6], 1))
     if what == "page":
         given = (3, PAGE, [4, 9], [7, 6], ([4, 9], 2))
-    check_embed(gpu, rng, SEVEN, *given)
+    check_embed(gpu, rng, SEVEN, *given, unready=20_000)
     with pytest.raises(AssertionError, match=what):
-        check_embed(gpu, rng, SEVEN, *given, patch=patch)
+        check_embed(gpu, rng, SEVEN, *given, patch=patch, unready=20_000)
 
 
 def check_norm(gpu, rng, dims, *, pieces=True, bad=None, patch=None, scale=1.0):

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from cuq1.cuda import abi
 from cuq1.cuda.qwen2_weights import qwen2_layout
 from cuq1.models import qwen2, qwen2_decode
+from cuq1.models.qwen2_forms import FORMS
 from cuq1.reference.qwen2_engine import Qwen2Engine
 from tests.unit.test_breakdown import TOKEN, span
 from tools import bench_e2e
@@ -19,6 +21,7 @@ from tools.checkpoint_qwen2 import qwen2_config
 from tools.e2e_report import Regions, lines, plain, region_lines
 from tools.make_checkpoint import write_qwen2_checkpoint
 from tools.qwen2_engines import Subject, parts_of
+from tools.timeline import Times
 
 
 class Engine(Qwen2Engine):
@@ -47,7 +50,7 @@ class Modes(Subject):
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
     folder = write_qwen2_checkpoint(tmp_path_factory.mktemp("m") / "hf", qwen2_config("qwen2.5-coder-7b-tiny"))
-    return Modes.of(str(folder))
+    return Modes.of(str(folder), form="chain")
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_all_figures_of_a_model(subject, options):
         "kernel_gap",
         "append_kv: in attention",
         "device after 9",
-        "8 launches, 0.005 GB",
+        "form chain; a token: 8 launches, 0.005 GB",
     ):
         assert part in text
     assert json.loads(json.dumps(plain(found)))["device"].keys() == {"ttft_ms", "itl_ms"}
@@ -113,6 +116,18 @@ def test_results_are_checked(subject, options, other, problem):
     assert f"PROBLEM: {found['problems'][0]}" in lines(found, 4000.0)
 
 
+def test_a_layers_times_are_printed_where_asked_for(subject, options, monkeypatch):
+    plan = bench_e2e.regions()
+    timed = replace(plan, times={"layers.qkv": Times(0.5, 1, 1.5, 2, 2.5, 3, 1.25)})
+    for found, said in ((plan, 0), (timed, 3)):  # of the device, eager, and the long context
+        monkeypatch.setattr(bench_e2e, "regions", lambda *args, found=found: found)
+        report = bench(subject, options, 4000.0)
+        text = lines(report, 4000.0)
+        row = ["layers.qkv", "0.50", "1.00", "1.50", "2.00", "2.50", "3.00", "1.25"]
+        assert sum(line.split() == row for line in text) == said
+        assert plain(report)["breakdowns"]["device"]["times"].keys() == found.times.keys()
+
+
 def test_the_breakdown_is_printed_with_its_sum():
     shares = breakdown([*TOKEN[:-1], span("control", 1590, 1610, 2600)], 1000, 2600)
     table = region_lines("device", Regions("device", 9, shares, 1.6, [], {"qkv_gemv": 2_000_000}), 1.5, 4000.0)
@@ -120,21 +135,45 @@ def test_the_breakdown_is_printed_with_its_sum():
     assert any("sum" in line and "1.60; ITL 1.60 traced, 1.50 untraced; kernel_gap 14.37%" in line for line in table)
 
 
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("short", [False, True])
-def test_every_launch_and_part_of_a_token_has_a_region(short, chained):
+@pytest.mark.parametrize("most", [28, 10])
+def test_every_launch_and_part_of_a_token_has_a_region(short, form, most):
     config = Subject.of("qwen2.5-coder-7b").config
-    model = qwen2.resolve(config, qwen2_layout(config), capacity=1024, chained=chained)
+    model = qwen2.resolve(config, qwen2_layout(config), capacity=1024, form=form, layers_per_launch=most)
     plan = qwen2_decode.round_of(model, context=400, short=short)
     parts = parts_of(plan)
-    assert {one.label for one in parts} <= REGIONS.keys() - {"control", "chain"}
+    assert {one.label for one in parts} <= REGIONS.keys() - {"control", "chain", "layers"}
     assert sum(one.read for one in parts) == plan.read_bytes()
     read = bench_e2e.region_bytes(parts)
     units = 3584 // 128 * 1056  # of a tile of 16 rows
     assert read["gate_up"] == 28 * 18944 // 8 * units
     assert read["qkv_gemv"] == 28 * 4608 // 16 * units
-    assert (len(parts) > len(plan.launches)) == chained
+    assert read["down"] == 28 * 3584 // 16 * 18944 // 128 * 1056
+    assert read["attention"] == 400 * qwen2.position_bytes(config)
+    assert (len(parts) > len(plan.launches)) == (form != "launches")
     assert len({(one.label, one.layer) for one in parts}) == len(parts)
+    if form == "layers":
+        phases = [f"layers.{part}" for part in ("qkv", "attention", "o_proj", "gate_up", "down")]
+        assert [(one.label, one.layer) for one in parts[1:-4]] == [(p, layer) for layer in range(28) for p in phases]
+
+
+def test_forms_are_chosen_before_anything_is_measured(monkeypatch, capsys):
+    """Each in turn, under its name; of a form that a model does not have, one sentence and no figures."""
+    device = SimpleNamespace(name="GPU", arch="sm_90a", multiprocessors=132)
+    monkeypatch.setattr(bench_e2e, "open_device", lambda: device)
+    monkeypatch.setattr(bench_e2e.graph, "stream", lambda: 0)
+    monkeypatch.setattr(bench_e2e, "read_ceiling", lambda *args: 4000.0)
+    monkeypatch.setattr(bench_e2e, "lines", lambda found, ceiling: [found["form"]])
+    monkeypatch.setattr(bench_e2e, "bench", lambda subject, *args: {"form": subject.form, "problems": []})
+    argv = ["--config", "qwen2.5-coder-7b"]
+    for chosen, forms in (([], ["layers"]), (["launches", "layers"], ["launches", "layers"])):
+        assert bench_e2e.main([*argv, *(["--form", *chosen] if chosen else [])]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == forms
+    assert bench_e2e.main(["--config", "qwen2.5-coder-0.5b-tiny", "--form", "chain", "layers"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "form layers takes a larger model: choose chain or launches" in err
 
 
 @pytest.mark.parametrize(
@@ -150,6 +189,7 @@ def test_every_launch_and_part_of_a_token_has_a_region(short, chained):
         (["--warm-up", "-1"], "argument --warm-up: '-1' is not an integer of at least 0"),
         (["--traced", "-1"], "argument --traced: '-1' is not an integer of at least 0"),
         (["--prompt", "32768"], "positions"),
+        (["--form", "eager"], "argument --form: invalid choice: 'eager'"),
     ],
 )
 def test_bad_options(capsys, argv, says):

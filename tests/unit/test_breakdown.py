@@ -69,6 +69,29 @@ def test_what_begins_early_does_not_take_its_predecessors_time():
     }
 
 
+def test_parts_of_layers_that_follow_each_other_have_no_gap():
+    """One launch: a block's part begins where the one before it ends, and blocks wait for the last one's results."""
+    parts = ("qkv", "attention", "o_proj", "gate_up", "down")
+    spans = [span("embed", 0, 0, 20)]
+    for layer in range(3):
+        for number, part in enumerate(parts):
+            last = spans[-1].end
+            spans.append(span(f"layers.{part}", last - 5 * (len(spans) > 1), last + 2, last + 10 + number, layer))
+    spans.append(span("norm", spans[-1].end - 30, spans[-1].end + 1, spans[-1].end + 4, 3))
+    found = breakdown(spans, 0, spans[-1].end)
+    assert found == {
+        "embed": Share(0.02, 0, 1),
+        **{
+            region: Share(pytest.approx(3 * (10 + number) / 1e3), pytest.approx(0.006), 3)
+            for number, region in enumerate(("qkv_gemv", "attention", "o_proj", "gate_up", "down"))
+        },
+        "norms": Share(0.004, 0.001, 1),
+    }
+    assert problems(found, total(found), 17) == []
+    lost = [one for one in spans if (one.label, one.layer) != ("layers.down", 1)]  # its time is the next part's
+    assert problems(breakdown(lost, 0, spans[-1].end), total(found), 17)
+
+
 def test_a_gap_before_and_inside_a_step():
     """What is launched late, while nothing or a later one runs."""
     spans = [span("qkv", 10, 10, 20), span("attention", 60, 60, 70), span("o_proj", 30, 71, 90)]
@@ -87,7 +110,9 @@ def chain(rng):
         begin = max(end + rng.choice([-400, -40, -20, -5, 0, 0, 3, 50]), 0)
         resumed = max(begin, end) + rng.randint(0, 5)
         end = resumed + rng.randint(1, 100)
-        found.append(span(rng.choice([label for label in module.REGIONS if label != "chain"]), begin, resumed, end, i))
+        found.append(
+            span(rng.choice([label for label, region in module.REGIONS.items() if region]), begin, resumed, end, i)
+        )
     return found
 
 

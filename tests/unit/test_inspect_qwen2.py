@@ -81,17 +81,26 @@ def test_the_launches_of_a_token(shown, tmp_path):
     """Printed from a config alone, and they read what the packed model's report says, and the cache."""
     folder = only_config(tmp_path / "hf", "qwen2.5-coder-7b")
     packed = json.loads(shown(folder, "--json"))["packed"][0]
-    for context, combined in ((512, 0), (16384, 28)):
+    for context in (512, 16384):
         found = json.loads(shown(folder, "--plan", "--json", "--context", context, "--bandwidth", "4e12"))
         counts = Counter(launch["label"] for launch in found["launches"])
-        assert (counts["attention"], counts["combine"]) == (28, combined)
-        assert counts["chain"] + counts["down"] == 28
-        assert counts["embed"] == counts["norm"] == counts["lm_head"] == counts["top_k"] == counts["accept"] == 1
+        assert counts == dict.fromkeys(("embed", "layers", "norm", "lm_head", "top_k", "accept"), 1)
         assert found["read_bytes"] == pytest.approx(packed["read_bytes"] + context * 57_344, rel=2e-3)
         assert found["floor_us"] == pytest.approx(found["read_bytes"] / 4e6)
         text = shown(folder, "--plan", "--context", context)
-        assert ("combine" in text) == (combined > 0)
+        assert "layers 0-27" in text
         assert "a token in INT4, lm_head fp16" in text
+
+
+def test_the_launches_of_each_layer(shown, tmp_path):
+    """Of a model whose layers are no single launch."""
+    folder = only_config(tmp_path / "hf", "qwen2.5-coder-3b-tiny")
+    for context, combined in ((512, 0), (8192, 2)):
+        found = json.loads(shown(folder, "--plan", "--json", "--context", context))
+        counts = Counter(launch["label"] for launch in found["launches"])
+        assert (counts["attention"], counts["combine"], counts["chain"]) == (2, combined, 2)
+        text = shown(folder, "--plan", "--context", context)
+        assert ("combine" in text) == (combined > 0)
         assert sum(line.startswith("  ") for line in text.splitlines()) < 20  # layers that are alike share a line
 
 

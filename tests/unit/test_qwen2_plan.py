@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from cuq1.config_qwen2 import parse_qwen2
+from cuq1.cuda.abi import QWEN2_LAYERS
+from cuq1.cuda.kernels import qwen2_layers
 from cuq1.cuda.qwen2_engine import RESERVE, fitting
 from cuq1.cuda.qwen2_weights import qwen2_layout
-from cuq1.models import loop, qwen2, qwen2_decode, qwen2_prefill
+from cuq1.errors import ConfigError
+from cuq1.models import loop, qwen2, qwen2_decode, qwen2_forms, qwen2_prefill
 from cuq1.models.family import plans_of
+from cuq1.models.qwen2_forms import FORMS
 from cuq1.models.steps import Chunk
 from cuq1.plan.qwen2_dims import PAGE, padded, pieces
 from cuq1.plan.types import Ref
@@ -22,21 +26,32 @@ def model_of(name, *, int4_head=False, **options):
     return qwen2.resolve(config, qwen2_layout(config, int4_head=int4_head), **options)
 
 
+FIT = [
+    name for name in NAMES if qwen2_layers.fits(model_of(name).sizes)
+]  # the whole family, and the largest scaled down
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("head", "chained"), [(False, False), (False, True), (True, True)])
-def test_every_model_has_plans(name, head, chained):
+@pytest.mark.parametrize(("head", "form"), [(False, "launches"), (False, "chain"), (True, "chain"), (False, None)])
+def test_every_model_has_plans(name, head, form):
     """Every field of every launch has a value, within its buffer: a Plan refuses anything else."""
-    model = model_of(name, int4_head=head, capacity=4096, chained=chained)
+    model = model_of(name, int4_head=head, capacity=4096, form=form)
+    form = model.form
+    assert form == ("layers" if name in FIT else "chain") or form != "layers"
     plans = plans_of(model)
     layers = model.config.num_hidden_layers
     apart = ("qkv", "attention", "o_proj", "gate_up", "down")
     for short in (False, True):
         counts = Counter(launch.label for launch in loop.round_of(model, 1, 0, short=short).launches)
+        of_layers = {
+            "layers": {"layers": 2 if layers > QWEN2_LAYERS else 1},
+            "chain": {**dict.fromkeys(("attention", "chain"), layers), "qkv": 1},
+            "launches": dict.fromkeys(apart, layers),
+        }[form]
         assert counts == {
-            **dict.fromkeys(("attention", "chain") if chained else apart, layers),
+            **of_layers,
             **dict.fromkeys(("embed", "norm", "lm_head", "top_k", "accept", "control"), 1),
-            **({"qkv": 1} if chained else {}),
-            **({} if short else {"combine": layers}),
+            **({} if short or form == "layers" else {"combine": layers}),
         }
         assert [one.label for one in plans.target_of(1, short=short).launches][-1] == "lm_head"
     assert [one.label for one in loop.first_of(model, 0).launches] == ["top_k", "accept", "control"]
@@ -50,15 +65,27 @@ def test_every_model_has_plans(name, head, chained):
     assert scoring.launches[0].args["residual"] == Ref("prefill.residual", 3 * model.config.hidden_size * 4)
     names = [buffer.name for buffer in (*plans.buffers(), *loop.working_buffers())]
     assert len(names) == len(set(names))
+    used = {buffer.name for short in (False, True) for buffer in plans.round_of(1, 0, short=short).buffers}
+    own = {"qkv_pieces", "attended", "partial_out", "o_pieces", "inner", "down_pieces", "handed"}
+    assert used & own == set(names) & own  # no form takes memory for another's
 
 
-def flow(launches, layers):
+def flow(launches, model):
     """Follows what each launch reads to who wrote it; AssertionError, naming the launch, for anything else.
 
-    x3: the residual before layer 3's attention, h3: before its MLP; the others by their launches' names. A chain's
-    words have to be cleared since they were last stored.
+    x3: the residual before layer 3's attention, h3: before its MLP; the others by their launches' names. Words that
+    blocks hand to one another have to be cleared, all of them, since they were last stored.
     """
-    held, cleared = {}, set()
+    d, form, layers = model.sizes, model.form, len(model.layers)
+    held, cleared = {}, set()  # pieces of 16 bytes
+
+    def store(launch):
+        for name, size in qwen2_forms.handed_parts(d, form).items():
+            place = launch.args[name]
+            assert (place.buffer, place.offset % 128) == ("handed", 0)
+            pieces_of = set(range(place.offset // 16, -(-(place.offset + size) // 16)))
+            assert pieces_of <= cleared, f"{launch.label} {launch.layer}: {name} was not cleared"
+            cleared.difference_update(pieces_of)
 
     def step(launch):
         args, n = launch.args, launch.layer
@@ -69,6 +96,13 @@ def flow(launches, layers):
         match launch.label:
             case "embed":
                 held[args["residual"]] = "x0"
+            case "layers":
+                read("residual", f"x{n}")
+                run = range(n, n + args["layers"])
+                for name, weight in LAYERS_ARRAYS.items():
+                    assert args[name] == tuple(Ref(f"layers.{i}.{weight}") for i in run), f"layers {n}: {name}"
+                store(launch)
+                held[args["residual_out"]] = f"x{run[-1] + 1}"
             case "qkv":
                 assert args["residual"] != args["residual_out"]
                 if n == 0:
@@ -98,53 +132,125 @@ def flow(launches, layers):
                 assert args["residual"] != args["residual_out"]
                 read("residual", f"x{n}")
                 read("attended", f"attended{n}")
-                assert args["o_pieces"] in cleared, f"chain {n}: what it stores was not cleared"
-                cleared.remove(args["o_pieces"])
+                store(launch)
                 held[args["down_pieces"]] = f"down{n}"
                 held[args["residual_out"]] = f"h{n}" if n == layers - 1 else f"x{n + 1}"
                 assert (args["qkv_pieces"] == 0) == (n == layers - 1)
                 held[args["qkv_pieces"]] = f"qkv{n + 1}"
+            case "norm" if form == "layers":
+                read("residual", f"x{layers}")
+                assert args["pieces"] == 0, "norm: pieces are there already"
             case "norm":
                 read("residual", f"h{layers - 1}")
                 read("pieces", f"down{layers - 1}")
         unready = args.get("unready", 0)
         if unready:
+            assert unready.buffer == "handed"
             assert unready != args.get("o_pieces")
-            cleared.add(unready)
+            first = unready.offset // 16
+            cleared.update(range(first, first + args["unready_pieces"]))
 
     for launch in launches:
         step(launch)
 
 
+LAYERS_ARRAYS = {
+    **{f"{name}_weights": name for name in ("qkv", "o", "gate_up", "down")},
+    **{name: name for name in ("input_norm", "post_norm", "k_pages", "v_pages")},
+    "bias": "qkv_bias",
+}
+
+
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_each_launch_reads_what_the_one_before_it_wrote(short, chained, count):
+def test_each_launch_reads_what_the_one_before_it_wrote(short, form, count):
     config = parse_qwen2(qwen2_config("qwen2.5-coder-1.5b", num_hidden_layers=count))
-    model = qwen2.resolve(config, qwen2_layout(config), capacity=4096, chained=chained)
+    model = qwen2.resolve(config, qwen2_layout(config), capacity=4096, form=form, layers_per_launch=2)
     launches = qwen2_decode.round_of(model, short=short).launches
-    flow(launches + launches, count)  # and the next token
-    for label in ("qkv", "chain" if chained else "gate_up"):  # the control: rows of the residual that are exchanged
+    flow(launches + launches, model)  # and the next token
+
+    def refused(label, which=0, **changes):
+        """The control: what `label` does besides is found."""
+        args = [one.args for one in launches if one.label == label][which]
+        kept = dict(args)
+        args |= changes
+        with pytest.raises(AssertionError) as found:
+            flow(launches, model)
+        args |= kept
+        return str(found.value)
+
+    for label in {"layers": ("norm",), "chain": ("qkv", "chain"), "launches": ("qkv", "gate_up")}[form]:
         args = next(one.args for one in launches if one.label == label)
-        args["residual"], args["residual_out"] = args["residual_out"], args["residual"]
-        with pytest.raises(AssertionError):
-            flow(launches, count)
-        args["residual"], args["residual_out"] = args["residual_out"], args["residual"]
-    if chained:
-        launches[0].args["unready"] = 0
-        with pytest.raises(AssertionError, match="chain 0: what it stores was not cleared"):
-            flow(launches, count)
+        other = Ref("residual", 4 * model.sizes.hidden if args["residual"].offset == 0 else 0)
+        assert "residual" in refused(label, residual=other)
+    if form == "launches":
+        return
+    assert f"{form} 0: " in refused("embed", unready=0)
+    whole = launches[0].args["unready_pieces"]
+    assert "was not cleared" in refused("embed", unready_pieces=whole - 1)
+    if form == "layers":
+        assert "layers 0: bias" in refused("layers", bias=launches[1].args["bias"][:-1])
+        assert "layers 0: k_pages" in refused("layers", k_pages=launches[1].args["v_pages"])
+        assert "norm" in refused("norm", pieces=launches[1].args["down_pieces"])
+        if count == 5:
+            again = {name: launches[1].args[name] for name in qwen2_forms.handed_parts(model.sizes, form)}
+            assert "layers 1: qkv_pieces was not cleared" in refused("layers", 1, **again)
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_what_layers_hand_on(name):
+    """Where the kernel's arguments lie, against the sizes that it documents."""
+    model = model_of(name, form="layers")
+    d = model.sizes
+    for region, run in enumerate(model.runs):
+        (launch,) = (
+            one for one in qwen2_decode.round_of(model).launches if one.layer == run[0] and one.label == "layers"
+        )
+        sizes = {
+            "qkv_pieces": 4 * pieces(d.qkv_rows, d.hidden) * d.qkv_rows,
+            "partials": d.kv_heads * qwen2_layers.spans(d) * qwen2_layers.record_bytes(d),
+            "o_pieces": 4 * qwen2_layers.parts(d) * d.hidden,
+            "inner": 2 * padded(d.inner),
+            "down_pieces": 4 * pieces(d.hidden, d.inner) * d.hidden,
+        }
+        at = region * qwen2_forms.handed_bytes(d, "layers")
+        for part, size in sizes.items():
+            assert launch.args[part] == Ref("handed", at), part
+            at += -(-size // 128) * 128
+        assert at == (region + 1) * qwen2_forms.handed_bytes(d, "layers")
+    buffer = next(one for one in qwen2.working_buffers(model) if one.name == "handed")
+    assert buffer.bytes == at
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_one_plan_serves_any_context(name):
+    model = model_of(name, form="layers")
+    assert not model.is_short(0)
+    assert qwen2_decode.round_of(model, short=True) == qwen2_decode.round_of(model)
+    other = model_of(name, form="chain")
+    assert qwen2_decode.round_of(other, short=True) != qwen2_decode.round_of(other)
+
+
+@pytest.mark.parametrize(
+    ("layers", "most", "lengths"),
+    [(28, 48, [28]), (48, 48, [48]), (64, 48, [32, 32]), (49, 48, [24, 25]), (5, 2, [1, 2, 2]), (3, 1, [1, 1, 1])],
+)
+def test_layers_are_shared_out_to_launches(layers, most, lengths):
+    runs = qwen2_forms.runs_of(layers, most)
+    assert [len(run) for run in runs] == lengths
+    assert [number for run in runs for number in run] == list(range(layers))
 
 
 def test_what_a_chain_stores_is_cleared_whole():
     for name in NAMES:
         d = qwen2_layout(parse_qwen2(qwen2_config(name))).dims
-        for layer in (0, 1):
-            places = qwen2.handed(d, layer)
-            words = qwen2.handed_words(d)
-            assert places["o_pieces"].offset == layer * 4 * words
-            assert 4 * words % 16 == 0
-            assert all(ref.offset % 16 == 0 for ref in places.values())
+        size = qwen2_forms.handed_bytes(d, "chain")
+        for region in (0, 1):
+            places = qwen2_forms.handed(d, "chain", region)
+            assert places["o_pieces"].offset == region * size
+            assert size % 128 == 0
+            assert all(ref.offset % 128 == 0 for ref in places.values())
             sizes = {
                 "o_pieces": 4 * pieces(d.hidden, d.q_width) * d.hidden,
                 "down_pieces": 4 * pieces(d.hidden, d.inner) * d.hidden,
@@ -152,23 +258,40 @@ def test_what_a_chain_stores_is_cleared_whole():
             }
             ends = sorted((ref.offset, ref.offset + sizes[name]) for name, ref in places.items())
             assert all(end == begin for (_, end), (begin, _) in pairwise(ends))
-            assert ends[-1][1] == (layer + 1) * 4 * words
+            assert ends[-1][1] == (region + 1) * size
 
 
-def test_a_gpu_with_fewer_multiprocessors_has_no_chains():
-    """All blocks of a chain have to be resident together."""
-    config = parse_qwen2(qwen2_config(NAMES[0]))
-    layout = qwen2_layout(config)
-    for sms, chained in ((131, False), (132, True), (144, True)):
-        model = qwen2.resolve(config, layout, sms=sms, chained=True)
-        assert model.chained == chained
-        labels = {one.label for one in qwen2_decode.round_of(model).launches}
-        assert ("chain" in labels) == chained
+def test_a_form_is_chosen_by_the_gpu_and_the_model():
+    """All blocks of a chain, or of the layers' launch, have to be resident together."""
+    labels = {"layers": "layers", "chain": "chain", "launches": "gate_up"}
+    for name, sms, form in (
+        ("qwen2.5-coder-7b", 131, "launches"),
+        ("qwen2.5-coder-7b", 132, "layers"),
+        ("qwen2.5-coder-7b", 144, "layers"),
+        ("qwen2.5-coder-0.5b-tiny", 131, "launches"),
+        ("qwen2.5-coder-0.5b-tiny", 132, "chain"),
+    ):
+        model = model_of(name, sms=sms)
+        assert model.form == form
+        found = {one.label for one in qwen2_decode.round_of(model).launches}
+        assert {labels[other] for other in FORMS} & found == {labels[form]}
 
 
-@pytest.mark.parametrize("chained", [False, True])
-def test_a_token_reads_every_matrix_once(chained):
-    model = model_of("qwen2.5-coder-3b", capacity=4096, chained=chained)
+def test_a_form_that_is_not_possible_is_refused():
+    for name, sms, form, says in (
+        ("qwen2.5-coder-7b", 131, "layers", "form layers takes a GPU of 132 multiprocessors, not 131: choose launches"),
+        ("qwen2.5-coder-7b", 131, "chain", "form chain takes a GPU of 132 multiprocessors, not 131: choose launches"),
+        ("qwen2.5-coder-0.5b-tiny", 132, "layers", "form layers takes a larger model: choose chain or launches"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            model_of(name, sms=sms, form=form)
+        assert str(refused.value) == says
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["qwen2.5-coder-3b", "qwen2.5-coder-32b"])
+def test_a_token_reads_every_matrix_once(name, form):
+    model = model_of(name, capacity=4096, form=form)
     plan = qwen2_decode.round_of(model, context=1000, short=True)
     weights = sum(
         tensor.nbytes for tensor in model.weights.tensors.values() if tensor.dtype == "uint8"
@@ -201,7 +324,7 @@ def test_pages_of_an_empty_sequence(capacity, pages):
 
 
 def test_short_contexts_end_as_control_decides():
-    model = model_of(NAMES[0])
+    model = model_of(NAMES[0], form="chain")
     limit = model.short_context
     assert [model.is_short(done) for done in (0, limit - 8, limit - 7)] == [True, True, False]
 

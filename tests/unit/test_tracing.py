@@ -1,6 +1,7 @@
 """Timelines: entries of blocks as launches, and what is written of them."""
 
 import json
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from cuq1.cuda import compile as jit
 from cuq1.cuda.kernels import control
 from cuq1.plan.kernel import Kernel
 from tests.kernels import shapes
+from tools.breakdown import REGIONS
+from tools.timeline import medians, timeline, timeline_lines
 from tools.trace_round import chrome, draw, table
-from tools.tracing import ENTRY, Tracer, spans
+from tools.tracing import BLOCKS, ENTRY, Tracer, spans
 
 LABELS = ("one", "two")
 
@@ -24,7 +27,7 @@ def entries(*rows):
     return found
 
 
-BLOCKS = entries(
+ENTRIES = entries(
     (100, 110, 120, 300, 0, 0),
     (105, 112, 119, 290, 0, 0),
     (250, 260, 301, 400, 1, 0),  # begins before its predecessor has ended
@@ -35,7 +38,7 @@ BLOCKS = entries(
 
 
 def test_blocks_are_grouped_to_launches():
-    found = spans(BLOCKS[::-1].copy(), LABELS)
+    found = spans(ENTRIES[::-1].copy(), LABELS)
     assert [(s.label, s.layer, s.begin, s.resumed, s.end, s.blocks) for s in found] == [
         ("two", 5, 60, 60, 90, 1),
         ("one", 0, 100, 119, 300, 2),
@@ -48,7 +51,7 @@ def test_blocks_are_grouped_to_launches():
 
 
 def test_a_trace_file_has_each_part_of_a_launch(tmp_path):
-    found = spans(BLOCKS, LABELS)
+    found = spans(ENTRIES, LABELS)
     trace = json.loads(json.dumps(chrome(found)))
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in complete[1:4]] == ["one prologue", "one waits for two, layer 5", "one, layer 0"]
@@ -59,7 +62,7 @@ def test_a_trace_file_has_each_part_of_a_launch(tmp_path):
 
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    draw(spans(BLOCKS, LABELS), "title", [0], tmp_path / "round.svg")
+    draw(spans(ENTRIES, LABELS), "title", [0], tmp_path / "round.svg")
     assert "<svg" in (tmp_path / "round.svg").read_text()
 
 
@@ -68,6 +71,65 @@ def test_only_traced_kernels_hold_a_scope():
     traced = Kernel(**{**vars(kernel), "defines": (*kernel.defines, ("TRACE", 3))})
     assert "TraceScope trace_scope(a.layer);" not in jit.source_text(kernel)
     assert jit.source_text(traced).count("TraceScope trace_scope(a.layer);") == 1
+
+
+def test_parts_of_many_layers_are_launches_of_their_own():
+    """A launch's parts have the number behind its own, and each of its layers has places."""
+    tracer = object.__new__(Tracer)
+    tracer.labels = [label for label in REGIONS if label != "control"]
+    tracer._layers, tracer._places = 28, len(tracer.labels) * 28 * BLOCKS
+    defines = {label: dict(pairs) for label, pairs in tracer.defines.items()}
+    assert defines["layers"]["TRACE_PHASES"] == 5
+    assert defines["layers"]["TRACE_LAYERS"] == 28
+    numbers = [tracer.labels.index(f"layers.{part}") for part in ("qkv", "attention", "o_proj", "gate_up", "down")]
+    assert numbers == [defines["layers"]["TRACE"] + 1 + phase for phase in range(5)]
+    places = [
+        (number * 28 + layer) * BLOCKS + block for number in numbers for layer in range(28) for block in range(132)
+    ]
+    assert len(set(places)) == 5 * 28 * 132
+    assert max(places) < tracer._places
+
+
+def phased(blocks, layers, rng):
+    """Entries of a launch with two parts, as common/trace.cuh writes them, and when half of the blocks ended layers."""
+    found, half = [], []
+    ends = rng.integers(0, 50, blocks)
+    for layer in range(layers):
+        for part in (1, 2):
+            resumed = ends + rng.integers(1, 100, blocks) * (part == 2)
+            after = resumed + rng.integers(1, 100, blocks)
+            waits = resumed if part == 2 else 0 * resumed  # what waits for nothing resumes where it begins
+            found += [(*row, part, layer) for row in zip(ends, ends, waits, after, strict=True)]
+            ends = after
+        half.append(np.median(ends))
+    return found, half
+
+
+def test_a_layers_times_are_those_of_its_blocks():
+    rng = np.random.default_rng()
+    labels, order = ("one", "one.a", "one.b"), [("one.a", 0), ("one.b", 0), ("one.a", 1), ("one.b", 1), ("one.a", 2)]
+    rows, half = phased(7, 3, rng)
+    found = timeline(entries(*(rows[i] for i in rng.permutation(len(rows)))), labels, order)
+    assert list(found) == ["one.a", "one.b"]
+    for part, name in enumerate(found, 1):
+        for layer, times in enumerate(found[name], 1):
+            own = [row for row in rows if row[4:] == (part, layer)]
+            resumed = sorted((row[2] or row[0]) - half[layer - 1] for row in own)
+            ended = sorted(row[3] - half[layer - 1] for row in own)
+            work = sorted(row[3] - (row[2] or row[0]) for row in own)
+            wanted = [resumed[0], resumed[3], resumed[-1], ended[0], ended[3], ended[-1], work[3]]
+            assert astuple(times) == pytest.approx([value / 1e3 for value in wanted])
+    assert [len(times) for times in found.values()] == [2, 2]
+    once, more = (
+        timeline(entries(*((*row[:3], row[3] + late, *row[4:]) for row in rows)), labels, order) for late in (0, 9)
+    )
+    middle = medians([once, more, more])["one.b"]
+    assert middle != medians([once])["one.b"]
+    assert middle.work == pytest.approx(np.median([one.work for part in (once, more, more) for one in part["one.b"]]))
+    text = timeline_lines("title", {"one.b": middle})
+    assert text[-1].split() == ["one.b", *(f"{value:.2f}" for value in astuple(middle))]
+    assert timeline(entries(*rows), labels, [("embed", 0)]) == {}
+    assert medians([{"one.a": []}]) == {}
 
 
 def test_parts_of_a_launch_are_numbered_behind_it():

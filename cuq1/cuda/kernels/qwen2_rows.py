@@ -6,11 +6,12 @@ from cuq1.plan.kernel import Define, Kernel
 from cuq1.plan.qwen2_dims import Qwen2Dims, pieces
 
 _EMBED_COLUMNS = 128 * 8  # of a block
-_EMBED_BLOCKS = 16  # for what is to be made NOT_READY
+_EMBED_BLOCKS = 64  # for what is to be made NOT_READY: half a megabyte is four stores of a thread
 
 
 def embed(dims: Qwen2Dims) -> Kernel:
-    """residual float32 [hidden] = table float16 [vocab, hidden] of the token; the position's page, where it has none.
+    """residual float32 [hidden] = table float16 [vocab, hidden] of the token; the position's page, where it has none;
+    and NOT_READY in every word of unready, of unready_pieces times 16 bytes.
 
     Reports a token outside the vocabulary, and a position that no page is left for. Twin: tests' `qwen2.embed`.
     """
