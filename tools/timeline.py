@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Times:
-    """A part's times in microseconds from the moment at which half of the blocks had ended the layer before: of its
-    first block, half of its blocks, and its last one. work: from a block's resuming to its end, the median."""
+    """A part's times in microseconds from the moment at which half of the blocks had ended the layer before: of the
+    first block that has work in it, half of them, and the last one.
+
+    work: from a block's resuming to its end, the median. blocks: how many have work in it.
+    """
 
     first_resumed: float
     resumed: float
@@ -19,6 +22,7 @@ class Times:
     end: float
     last_end: float
     work: float
+    blocks: float
 
 
 def timeline(
@@ -41,11 +45,13 @@ def timeline(
             part = of_all[of_all["layer"] == layer]
             if not (len(before) and len(part)):
                 continue
+            waited = part[part["resumed"] > 0]  # others have no work in it, or none of its blocks waits for anything
+            part = waited if len(waited) else part
             zero = np.median(before.astype(np.int64))
             end = part["end"].astype(np.int64)
-            resumed = np.where(part["resumed"] > 0, part["resumed"], part["begin"]).astype(np.int64)
+            resumed = part["resumed" if len(waited) else "begin"].astype(np.int64)
             values = [*_spread(resumed - zero), *_spread(end - zero), float(np.median(end - resumed))]
-            found[name].append(Times(*(value / 1e3 for value in values)))
+            found[name].append(Times(*(value / 1e3 for value in values), len(part)))
     return found
 
 
@@ -72,10 +78,10 @@ def timeline_lines(title: str, times: dict[str, Times]) -> list[str]:
     table = [
         f"{title}: µs from the end of the layer before in half of its blocks",
         f"  {'':20}{'resumed':>24}  {'ended':>24}",
-        f"  {'':20}{columns}  {columns}  {'work':>8}",
+        f"  {'':20}{columns}  {columns}  {'work':>8}  blocks",
     ]
     for name, one in times.items():
         resumed = f"{one.first_resumed:8.2f}{one.resumed:8.2f}{one.last_resumed:8.2f}"
         ended = f"{one.first_end:8.2f}{one.end:8.2f}{one.last_end:8.2f}"
-        table.append(f"  {name:20}{resumed}  {ended}  {one.work:8.2f}")
+        table.append(f"  {name:20}{resumed}  {ended}  {one.work:8.2f}  {one.blocks:6.0f}")
     return table

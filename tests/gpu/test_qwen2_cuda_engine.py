@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = 6e-3  # of logits, ||gpu - cpu|| / ||cpu||
 SMALL = TINY[0]  # heads of 64, widths off the group, tied
+LAYERS = TINY[3]  # whose layers fit one launch
 
 
 def cuda(path, **options):
@@ -93,13 +94,18 @@ def judged(gpu, cpu, ids, output):
     return near_ties(scores, gpu.score(whole)[len(ids) - 1 :], output)
 
 
-CASES = [(name, "fp16", True) for name in TINY] + [(TINY[3], "int4", True), (TINY[3], "fp16", False)]
+CASES = [
+    *((name, "fp16", None) for name in TINY),
+    (LAYERS, "int4", "layers"),
+    (LAYERS, "fp16", "chain"),
+    (LAYERS, "fp16", "launches"),
+]
 
 
-@pytest.mark.parametrize(("name", "head", "chained"), CASES)
-def test_greedy_tokens_are_the_cpus(gpu, made, name, head, chained):
+@pytest.mark.parametrize(("name", "head", "form"), CASES)
+def test_greedy_tokens_are_the_cpus(gpu, made, name, head, form):
     file = made.file(name, head)
-    with cuda(file, chained=chained) as engine, open_engine(file, "cpu") as cpu:
+    with cuda(file, form=form) as engine, open_engine(file, "cpu") as cpu:
         equal, listed = 0, []
         for length in (1, 16, 70):
             ids = prompt(length)
@@ -142,8 +148,18 @@ def test_scores(gpu, made, head):
             assert relative(got, cpu.score(ids)) > TOLERANCE
 
 
-def test_every_length_up_to_65(device, cpu):
+@pytest.fixture(scope="module", params=[SMALL, LAYERS])
+def lengths(gpu, made, request):
+    """Either loop's engine, and the reference."""
+    file = made.file(request.param)
+    with cuda(file) as device, cuda(file, loop="host") as host, open_engine(file, "cpu") as cpu:
+        assert (device._runtime.model.form == "layers") == (request.param == LAYERS)
+        yield device, host, cpu
+
+
+def test_every_length_up_to_65(lengths):
     """Prompts and decoded tokens on both sides of pages' borders."""
+    device, _, cpu = lengths
     ids = prompt(66)
     expected = cpu.score(ids)
     for length in range(1, 66):
@@ -155,8 +171,9 @@ def test_every_length_up_to_65(device, cpu):
         assert gap <= 0.05, (length, gap)
 
 
-def test_a_long_context_by_both_kernels(device, host, cpu):
+def test_a_long_context_by_both_kernels(lengths):
     """Positions 4,094 to 4,113, far beyond the short form's."""
+    device, host, cpu = lengths
     ids = prompt(4114)
     expected = cpu.score(ids)[4094:]
     for engine in (device, host):
@@ -175,8 +192,9 @@ SAMPLED = (
 
 
 @pytest.mark.parametrize("params", SAMPLED)
-def test_both_loops_give_the_same_tokens(device, host, params):
-    limit = device._runtime.model.short_context
+def test_both_loops_give_the_same_tokens(lengths, params):
+    device, host, _ = lengths
+    limit = device._runtime.model.short_context or 1000
     for length in (1, 31, limit - 20):
         ids = prompt(length)
         assert generate(device, ids, max_tokens=60, **params) == generate(host, ids, max_tokens=60, **params)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cuq1.models.qwen2_forms import FORMS
 from tools import bench_e2e, breakdown, check_qwen2
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +17,22 @@ def test_a_models_figures(gpu, capsys):
     for part in ("device  ", "host  ", "eager  ", "700  ", "kernel_gap", "qkv_gemv", "sample"):
         assert part in out
     assert "PROBLEM" not in out
+
+
+def test_every_forms_figures(gpu, capsys):
+    """Each in turn, its regions and gap equal to its time, and a layer's parts one after the other."""
+    argv = ["--config", "qwen2.5-coder-7b-tiny", *SMALL[2:], "--form", *FORMS, "--timeline"]
+    assert bench_e2e.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "PROBLEM" not in out
+    for form in FORMS:
+        assert f"form {form}; a token: " in out
+    for part in ("qkv", "attention", "o_proj", "gate_up", "down"):
+        (line,) = (line.split() for line in out.splitlines() if line.split()[:1] == [f"layers.{part}"])
+        first, half, last, first_end, half_end, last_end = map(float, line[1:7])
+        assert first <= half <= last, line
+        assert first_end <= half_end <= last_end, line
+        assert half < half_end, line
 
 
 def test_a_launch_that_leaves_no_times_is_found(gpu, capsys, monkeypatch):

@@ -71,7 +71,7 @@ def test_a_familys_kernels_stay_within_their_registers(family, variant):
 @pytest.mark.parametrize("family", QWEN2)
 def test_qwen2_kernels_stay_within_their_registers(family, size):
     kernels = QWEN2[family].kernels(qwen2_shapes.ALL[size])
-    assert kernels
+    assert kernels or not QWEN2[family].fits(qwen2_shapes.ALL[size])
     assert problems(kernels) == []
 
 

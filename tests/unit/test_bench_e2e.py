@@ -118,12 +118,12 @@ def test_results_are_checked(subject, options, other, problem):
 
 def test_a_layers_times_are_printed_where_asked_for(subject, options, monkeypatch):
     plan = bench_e2e.regions()
-    timed = replace(plan, times={"layers.qkv": Times(0.5, 1, 1.5, 2, 2.5, 3, 1.25)})
+    timed = replace(plan, times={"layers.qkv": Times(0.5, 1, 1.5, 2, 2.5, 3, 1.25, 132)})
     for found, said in ((plan, 0), (timed, 3)):  # of the device, eager, and the long context
         monkeypatch.setattr(bench_e2e, "regions", lambda *args, found=found: found)
         report = bench(subject, options, 4000.0)
         text = lines(report, 4000.0)
-        row = ["layers.qkv", "0.50", "1.00", "1.50", "2.00", "2.50", "3.00", "1.25"]
+        row = ["layers.qkv", "0.50", "1.00", "1.50", "2.00", "2.50", "3.00", "1.25", "132"]
         assert sum(line.split() == row for line in text) == said
         assert plain(report)["breakdowns"]["device"]["times"].keys() == found.times.keys()
 

@@ -91,15 +91,19 @@ def test_parts_of_many_layers_are_launches_of_their_own():
 
 
 def phased(blocks, layers, rng):
-    """Entries of a launch with two parts, as common/trace.cuh writes them, and when half of the blocks ended layers."""
+    """Entries of a launch with three parts, as common/trace.cuh writes them, and when half of its blocks ended a layer.
+
+    Nobody waits for anything in the first part, and some blocks have no work in the second.
+    """
     found, half = [], []
-    ends = rng.integers(0, 50, blocks)
+    ends = rng.integers(1, 50, blocks)
     for layer in range(layers):
-        for part in (1, 2):
-            resumed = ends + rng.integers(1, 100, blocks) * (part == 2)
+        for part in (1, 2, 3):
+            resumed = ends + rng.integers(0, 100, blocks) * (part > 1)
             after = resumed + rng.integers(1, 100, blocks)
-            waits = resumed if part == 2 else 0 * resumed  # what waits for nothing resumes where it begins
-            found += [(*row, part, layer) for row in zip(ends, ends, waits, after, strict=True)]
+            idle = (part == 1) | ((part == 2) & (np.arange(blocks) % 3 > 0))
+            resumed = np.where(idle, 0, resumed)
+            found += [(*row, part, layer) for row in zip(ends, ends, resumed, after, strict=True)]
             ends = after
         half.append(np.median(ends))
     return found, half
@@ -107,27 +111,27 @@ def phased(blocks, layers, rng):
 
 def test_a_layers_times_are_those_of_its_blocks():
     rng = np.random.default_rng()
-    labels, order = ("one", "one.a", "one.b"), [("one.a", 0), ("one.b", 0), ("one.a", 1), ("one.b", 1), ("one.a", 2)]
+    labels, order = (
+        ("one", "one.a", "one.b", "one.c"),
+        [("one.a", 0), *((f"one.{part}", 1) for part in "abc"), ("two", 3)],
+    )
     rows, half = phased(7, 3, rng)
     found = timeline(entries(*(rows[i] for i in rng.permutation(len(rows)))), labels, order)
-    assert list(found) == ["one.a", "one.b"]
+    assert list(found) == ["one.a", "one.b", "one.c"]
     for part, name in enumerate(found, 1):
+        assert len(found[name]) == 2
         for layer, times in enumerate(found[name], 1):
             own = [row for row in rows if row[4:] == (part, layer)]
-            resumed = sorted((row[2] or row[0]) - half[layer - 1] for row in own)
-            ended = sorted(row[3] - half[layer - 1] for row in own)
-            work = sorted(row[3] - (row[2] or row[0]) for row in own)
-            wanted = [resumed[0], resumed[3], resumed[-1], ended[0], ended[3], ended[-1], work[3]]
-            assert astuple(times) == pytest.approx([value / 1e3 for value in wanted])
-    assert [len(times) for times in found.values()] == [2, 2]
-    once, more = (
-        timeline(entries(*((*row[:3], row[3] + late, *row[4:]) for row in rows)), labels, order) for late in (0, 9)
-    )
-    middle = medians([once, more, more])["one.b"]
-    assert middle != medians([once])["one.b"]
-    assert middle.work == pytest.approx(np.median([one.work for part in (once, more, more) for one in part["one.b"]]))
-    text = timeline_lines("title", {"one.b": middle})
-    assert text[-1].split() == ["one.b", *(f"{value:.2f}" for value in astuple(middle))]
+            own = [row for row in own if row[2] > 0] or own
+            resumed = [(row[2] or row[0]) - half[layer - 1] for row in own]
+            ended = [row[3] - half[layer - 1] for row in own]
+            work = [end - begin for begin, end in zip(resumed, ended, strict=True)]
+            wanted = [f(values) for values in (resumed, ended) for f in (min, np.median, max)] + [np.median(work)]
+            assert astuple(times) == pytest.approx([*(value / 1e3 for value in wanted), {2: 3}.get(part, 7)])
+    middle = medians([found])["one.c"]
+    assert middle.work == pytest.approx(np.mean([one.work for one in found["one.c"]]))
+    text = timeline_lines("title", {"one.c": middle})
+    assert text[-1].split() == ["one.c", *(f"{value:.2f}" for value in astuple(middle)[:-1]), "7"]
     assert timeline(entries(*rows), labels, [("embed", 0)]) == {}
     assert medians([{"one.a": []}]) == {}
 
