@@ -43,7 +43,7 @@ struct Qwen2EmbedArgs {
     const int* free_pages;
     int max_pages;
     int unready_pieces;      // of 16 bytes
-    uint4* unready;          // what the first layer's qwen2_chain stores, to be made NOT_READY, or null
+    uint4* unready;          // what blocks of later launches tell one another, to be made NOT_READY, or null
 };
 
 // x = residual + pieces of a projection before; rms(x, norm); then q, k, v: pieces [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE].

@@ -10,7 +10,7 @@ import pytest
 import cuq1.cuda.kernels
 from cuq1.cuda import compile as jit
 from cuq1.cuda.abi import BandwidthArgs
-from cuq1.cuda.kernels import bandwidth
+from cuq1.cuda.kernels import bandwidth, qwen2_gemv, qwen2_layers
 from cuq1.errors import DeviceError
 from cuq1.plan.kernel import Kernel
 from tests.kernels import qwen2_shapes, shapes
@@ -73,6 +73,19 @@ def test_qwen2_kernels_stay_within_their_registers(family, size):
     kernels = QWEN2[family].kernels(qwen2_shapes.ALL[size])
     assert kernels or not QWEN2[family].fits(qwen2_shapes.ALL[size])
     assert problems(kernels) == []
+
+
+@pytest.mark.parametrize("own_places", [False, True])
+@pytest.mark.parametrize(("kernel", "parts"), [(qwen2_gemv.chain, 4), (qwen2_layers.layers, 5)])
+def test_what_leaves_its_parts_times_fits_beside_what_it_has(kernel, parts, own_places):
+    """tools/tracing.py compiles kernels so; that of all layers has nearly all of the shared memory."""
+    places = (("TRACE_LAYERS", 29), ("TRACE_BLOCKS", 512), ("TRACE_PLACES", "1000u"))
+    for dims in (qwen2_shapes.ALL["7b"], qwen2_shapes.ALL["0.5b"]):
+        plain = kernel(dims)
+        traced = replace(
+            plain, defines=(*plain.defines, ("TRACE", 3), ("TRACE_PHASES", parts), *places[: 3 * own_places])
+        )
+        assert problems([traced]) == []
 
 
 def test_only_sources_know_of_several_ranks():

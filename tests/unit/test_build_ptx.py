@@ -46,7 +46,7 @@ def test_what_a_round_a_prompt_or_loading_launches_is_compiled_ahead_and_nothing
     assert needed == {jit.digest(kernel, "sm_90a") for kernel in build_ptx.model_kernels(folder, tp)}
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-7b-tiny"])
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-3b-tiny", "qwen2.5-coder-7b-tiny"])
 def test_what_a_qwen2_model_launches_is_compiled_ahead(tmp_path, name):
     raw = qwen2_config(name)
     (tmp_path / "config.json").write_text(json.dumps(raw))
