@@ -5,6 +5,10 @@ o_proj, gate_up, down, all four as `all`, or `chain`) copies of U units, S of th
 the wait, 2 after the copies), W warps, and halves (0) or digits (1). Several of these up to a -- are one variant,
 compared with the kernels as they are.
 
+Or `layers`, which times all layers as one launch instead, with real attention, and layers=U,S,A,SLOTS,SPAN,PARTS for
+another form of it: constants of cuq1/cuda/kernels/qwen2_layers.py (U units, S stages at the most, A of them ahead; an
+empty place for one as it is). With these, context=N is the positions that are attended to, and count=N the layers.
+
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
 """
@@ -27,6 +31,7 @@ from cuq1.cuda.abi import (
 from cuq1.cuda.kernels import qwen2_gemv
 from cuq1.plan.kernel import Kernel
 from cuq1.plan.qwen2_dims import UNIT_BYTES, Qwen2Dims, matrix_bytes, padded, pieces
+from tests.kernels import speed_qwen2_layers
 from tests.kernels.harness import Gpu
 from tests.kernels.qwen2_shapes import ALL
 from tests.paths import ROOT
@@ -69,7 +74,7 @@ def kernels_of(dims, rings=None):
 class Layers:
     """As many layers' weights as L2 cannot hold, and one token's buffers."""
 
-    def __init__(self, gpu: Gpu, dims: Qwen2Dims):
+    def __init__(self, gpu: Gpu, dims: Qwen2Dims, count: int | None = None):
         self.gpu, self.dims = gpu, dims
         gate_up = dims.gate_up_tiles * padded(dims.hidden) // 128 * UNIT_BYTES
         self.sizes = {
@@ -80,7 +85,7 @@ class Layers:
             "lm_head": matrix_bytes(dims.vocab, dims.hidden),
         }
         self.layer_bytes = sum(self.sizes.values()) - self.sizes["lm_head"]
-        self.count = max(4, min(28, BYTES // self.layer_bytes)) // 2 * 2
+        self.count = count or max(4, min(28, BYTES // self.layer_bytes)) // 2 * 2
         k = {"down": dims.inner, "o_proj": dims.q_width}
         self.weights = [
             {
@@ -232,10 +237,28 @@ def variants(words):
     return [rings for rings in found if rings]
 
 
+def report_layers(gpu, sizes, words):
+    """All layers in one launch. Returns whether all its forms give the same."""
+    given = dict(word.split("=") for word in words if word.startswith(("context=", "count=")))
+    count, context = int(given.get("count", 28)), int(given.get("context", speed_qwen2_layers.CONTEXT))
+    forms = [speed_qwen2_layers.variant(word) for word in words if word.startswith("layers")]
+    print(f"read ceiling {gpu.read_ceiling():.0f} GB/s")
+    same = True
+    for size in sizes:
+        layers = Layers(gpu, ALL[size], count)
+        print(f"{size}: {layers.layer_bytes / 1e6:.1f} MB a layer, {layers.count} layers")
+        same = speed_qwen2_layers.report(layers, context, forms) and same
+    return same
+
+
 def main():
     words = sys.argv[1:]
     sizes = [word for word in words if word in ALL] or ["7b"]
     gpu = Gpu()
+    if any(word.startswith("layers") for word in words):
+        same = report_layers(gpu, sizes, words)
+        gpu.close()
+        sys.exit(None if same else "forms of the launch differ by more than their rounding")
     with tempfile.TemporaryDirectory() as where:
         compile_beside(where, "qwen2_stand_in.cu")
         attention = stand_in()
