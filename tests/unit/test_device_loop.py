@@ -94,7 +94,7 @@ class Device:
     look of the host, as a device does that runs beside it (None: as many as go).
     """
 
-    def __init__(self, monkeypatch, drafts=7, accept=3, per_look=None, auto=True):
+    def __init__(self, monkeypatch, drafts=7, accept=3, per_look=None, auto=True, short_context=500):
         self.drafts, self.accept, self.per_look, self.auto = drafts, accept, per_look, auto
         self.state, self.loop = abi.State(), abi.Loop()
         self.launched = []
@@ -106,7 +106,7 @@ class Device:
             stream=0,
             addresses={},
             lost="",
-            model=SimpleNamespace(capacity=10_000, short_context=500),
+            model=SimpleNamespace(capacity=10_000, short_context=short_context),
             program=lambda plan: SimpleNamespace(issue=lambda stream: None, plan=plan),
             send=self._send,
             copy=self._copy,
@@ -346,6 +346,15 @@ def test_rounds_are_of_the_context_they_are_in(monkeypatch):
     shorts = [key[3] for key in device.launched[1:]]
     assert shorts == sorted(shorts, reverse=True)
     assert {True, False} == set(shorts)
+
+
+def test_one_plan_for_any_context_is_one_graph(monkeypatch):
+    device = Device(monkeypatch, accept=7, short_context=0)
+    assert len(device.made._graphs) == 1 + 5 + 4
+    device.start(budget=1000, room=40)
+    assert device.read() == (list(range(10, 1010)), abi.END_LENGTH)
+    assert device.made.resumed > 0
+    assert not any(key[3] for key in device.launched)
 
 
 def test_a_stalled_round_is_an_error_with_the_last_record(monkeypatch):
