@@ -233,7 +233,7 @@ class LocalServer:
     """python -m cuq1.serve on a free port; `url` and `pid`."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "cuq1.serve", "--port", "0", "--max-queue", str(MAX_QUEUE), *options]
+        command = [sys.executable, "-m", "cuq1.serve", "--port", "0", *options]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         assert self._process.stderr is not None
@@ -268,14 +268,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--max-queue", type=int, default=MAX_QUEUE, help="requests that may wait (default: %(default)s)"
+    )
     options = parser.parse_args()
     few = ("--snapshots", "0.03", "--host-snapshots", "0.03")  # full soon, so that growth is of something else
-    report = run(options.clients, options.seconds, options.seed, "--device", options.device, *few)
+    given = ("--device", options.device, "--max-queue", str(options.max_queue))
+    report = run(options.clients, options.seconds, options.seed, *given, *few)
     print(f"{dict(report.counts)}; slowest {report.slowest:.1f} s; at most {report.most_waiting} waiting")
     if report.memory:
         settled = report.memory[len(report.memory) // 4 :]
         print(f"server memory {min(settled) / 2**20:.1f} to {max(settled) / 2**20:.1f} MiB after the first quarter")
-    problems = report.problems()
+    problems = report.problems(max_queue=options.max_queue)
+    if not report.counts["busy"]:
+        problems.append(f"no request was refused: the bound of {options.max_queue} was not tried, choose a lower one")
     for problem in problems[:20]:
         print(problem)
     return 1 if problems else 0

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import llguidance
 
 ANYTHING = "/(?s:.*)/"
+_SURE = r"/[^\x1c-\x1f\x{85}\x{feff}]*/"  # no character that is whitespace for some notations of patterns alone
 _DEPTH = 20
 _VISITS = 2000  # of parts of a schema, those that are referred to several times counted as often
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
@@ -123,7 +124,8 @@ def _literals(values: Any) -> str | None:
 
 def _pattern(pattern: str) -> str:
     """Strings in which a JSON Schema `pattern` is found: anywhere, unless it is anchored."""
-    return " | ".join(_alternative(part) for part in _split(pattern))
+    found = " | ".join(_alternative(part) for part in _split(pattern))
+    return f"({found}) & {_SURE}" if re.search(r"\\[sS]", pattern) else found
 
 
 def _split(pattern: str) -> list[str]:

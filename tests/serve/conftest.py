@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the server's packages are not installed (cuq1[serve])")
 
-from tests.serve.running import nano_service, serving
+from tests.serve.running import LIMIT, nano_service, serving
 
 
 @pytest.fixture(scope="session")
@@ -10,7 +10,7 @@ def service():
     """A service on nano for the whole session."""
     service = nano_service()
     yield service
-    assert service.close(drain=False, timeout=30)
+    assert service.close(drain=False, timeout=LIMIT)
 
 
 @pytest.fixture(scope="session")

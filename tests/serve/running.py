@@ -1,4 +1,4 @@
-"""A server in this process, and one as a process of its own."""
+"""A server in this process, and one as a process of its own. CUQ1_TEST_DEVICE names their device: cpu, or cuda."""
 
 import asyncio
 import os
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import uvicorn
@@ -20,14 +21,22 @@ from cuq1.serve.service import EngineService
 from cuq1.serve.settings import Settings
 from tests.paths import NANO, ROOT
 
-LIMIT = 30.0  # seconds that anything here may take
+DEVICE = os.environ.get("CUQ1_TEST_DEVICE", "cpu")
+ON_CPU = DEVICE == "cpu"
+LIMIT = 30.0 if ON_CPU else 90.0  # seconds that anything here may take; on a GPU, to compile kernels among it
+PAUSE = 0.0 if ON_CPU else 0.05  # for Watched: on a GPU, nano has said all before anybody can interrupt it
 
 
-def nano_service(open_one=None, **options):
-    """A service on nano, on the CPU, that has been started."""
+def open_nano():
+    """An engine of nano. On a GPU, the thread that opens it is the one that may use it."""
+    return open_engine(NANO, DEVICE)
+
+
+def nano_service(open_one=open_nano, **options):
+    """A service on nano that has been started."""
     model = Description.open(NANO)
     service = EngineService(
-        open_one or (lambda: open_engine(NANO, "cpu")),
+        open_one,
         model.text,
         model.vocab_size,
         **{"model_name": "nano", "keep_alive": 0.2} | options,
@@ -77,6 +86,16 @@ def _no_signals():
     yield
 
 
+@contextmanager
+def endless(service):
+    """Meanwhile, an answer ends at its bound alone, or when it is left."""
+    service.defaults, kept = replace(service.defaults, stop_tokens=()), service.defaults
+    try:
+        yield
+    finally:
+        service.defaults = kept
+
+
 def wait_for(condition, seconds=LIMIT):
     """Until the condition holds."""
     end = time.monotonic() + seconds
@@ -92,7 +111,7 @@ class Process:
         environment = {k: v for k, v in os.environ.items() if k != "CUQ1_API_KEY"} | {"OPENBLAS_NUM_THREADS": "1"}
         if key is not None:
             environment["CUQ1_API_KEY"] = key
-        command = [sys.executable, "-m", "cuq1.serve", "--port", "0", "--device", "cpu", *options]
+        command = [sys.executable, "-m", "cuq1.serve", "--port", "0", "--device", DEVICE, *options]
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         self._lines = []
         self._ready = threading.Event()

@@ -14,10 +14,9 @@ import anthropic
 import openai
 import pytest
 
-from cuq1.engine import open_engine
 from cuq1.serve.request import Finished
-from tests.paths import NANO, ROOT
-from tests.serve.running import nano_service, serving
+from tests.paths import ROOT
+from tests.serve.running import LIMIT, nano_service, open_nano, serving
 
 FUNCTIONS = [tool["function"] for tool in json.loads((ROOT / "tools" / "nano_tools.json").read_text())]
 STEPS = ("Write `print(1)` to src/main.py", "Read the file `src/main.py`.", "List the files in src", "Run pwd")
@@ -258,7 +257,7 @@ def test_answers_are_the_same_without_reuse(service, base_url, tmp_path, interfa
         with serving(forgetful) as url:
             again = run(interface(url), Tools(tmp_path), STEPS[:2])
     finally:
-        assert forgetful.close(drain=False, timeout=30)
+        assert forgetful.close(drain=False, timeout=LIMIT)
     assert [said(turn) for turn in again] == [said(turn) for turn in turns]
     assert not any(cached for *_, cached in again)
 
@@ -285,7 +284,7 @@ def test_a_second_request_takes_nothing_from_the_conversation(base_url, tmp_path
         with serving(service) as url, noting(service) as (prompts, held):
             turns = run(Interrupted(url), Tools(tmp_path), STEPS[:2])
     finally:
-        assert service.close(drain=False, timeout=30)
+        assert service.close(drain=False, timeout=LIMIT)
     assert [said(turn) for turn in turns] == [said(turn) for turn in alone]
     assert len(prompts) == 2 * len(turns)
     for i, (*_, cached) in enumerate(turns):
@@ -303,7 +302,7 @@ class Forgetful:
     """An engine that holds nothing from one request to the next."""
 
     def __init__(self):
-        self._engine = open_engine(NANO, "cpu")
+        self._engine = open_nano()
         self._used = False
 
     def __getattr__(self, name):

@@ -5,33 +5,30 @@ import json
 import random
 import socket
 import time
-from dataclasses import replace
 
 import pytest
 
-from cuq1.engine import open_engine
 from cuq1.serve import http
 from cuq1.serve.job import Job
-from tests.paths import NANO
-from tests.serve.running import LIMIT, nano_service, post, serving, wait_for
+from tests.serve.running import LIMIT, PAUSE, endless, nano_service, open_nano, post, serving, wait_for
 from tests.serve.watched import Watched
 
 SHORT = [{"role": "user", "content": "Write a function."}]
 SOON = 10.0  # seconds, on a machine that does other things too
-LONG = [{"role": "user", "content": "def f(x):\n    return x + 1\n\n" * 400}]
+LONG = "def f(x):\n    return x + 1\n\n" * 400  # more tokens than any step
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return Watched(open_engine(NANO, "cpu"))
-
-
-@pytest.fixture(scope="module")
-def watched(engine):
-    service = nano_service(lambda: engine, max_queue=100)
-    service.defaults = replace(service.defaults, stop_tokens=())  # no answer ends before it is left
-    yield service
+def watched():
+    service = nano_service(lambda: Watched(open_nano()), max_queue=100)
+    with endless(service):
+        yield service
     assert service.close(drain=False, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def engine(watched):
+    return watched.engine
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def url(watched):
 
 
 def body(messages=SHORT, **options):
-    return {"messages": messages, "seed": 5, "max_tokens": 2000, "stream": True} | options
+    return {"messages": messages, "seed": 5, "max_tokens": 20000, "stream": True} | options
 
 
 class Client:
@@ -126,11 +123,12 @@ def test_left_while_it_is_queued(url, watched, engine, expected):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_left_while_the_prompt_is_computed(url, watched, engine, expected, stream):
-    for _ in range(6):
+def test_left_while_the_prompt_is_computed(url, watched, engine, expected, stream, monkeypatch):
+    monkeypatch.setattr(engine, "pause", PAUSE)
+    for number in range(6):
         engine.gate.clear()
         before = engine.steps
-        client = Client(url, messages=LONG, stream=stream)
+        client = Client(url, messages=[{"role": "user", "content": f"{number} {LONG}"}], stream=stream)
         job = running_job(watched)
         engine.gate.set()
         wait_for(lambda before=before: engine.steps > before)
@@ -212,6 +210,7 @@ def text(received):
 def test_an_engine_that_looks_at_nobody_is_caught(url, watched, engine, monkeypatch):
     """The negative control: a worker that does not look whether anybody still reads."""
     monkeypatch.setattr(Job, "cancelled", property(lambda job: False))
+    monkeypatch.setattr(engine, "pause", PAUSE)
     client = Client(url, seed=1, max_tokens=100)
     job = running_job(watched)
     client.read_until(b"data: ", 2)

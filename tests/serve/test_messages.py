@@ -19,6 +19,7 @@ from cuq1.serve.messages_input import (
 from cuq1.serve.messages_output import MessageWriter, parsed
 from cuq1.serve.request import ApiError, CallPiece, Finished, Piece, Queued, Started
 from tests.serve.agents import RuleBroken, check_messages, parse_sse, recorded
+from tests.serve.running import ON_CPU
 
 REQUESTS = recorded(path="/v1/messages")
 COUNTS = recorded(path="/v1/messages/count_tokens")
@@ -398,6 +399,8 @@ def sent(base_url, one, body):
 
 @pytest.mark.parametrize("one", REQUESTS, ids=lambda one: one.name)
 def test_recorded_requests_are_answered_streamed_and_not(base_url, one):
+    if not ON_CPU:  # where the rows that are computed at once decide a long prompt's rounding: both find it held
+        sent(base_url, one, asked(one, max_tokens=1))
     response = sent(base_url, one, asked(one, stream=True))
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")

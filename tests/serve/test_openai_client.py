@@ -7,10 +7,9 @@ import openai
 import pytest
 from anthropic.types import ModelInfo
 
-from cuq1.engine import open_engine
 from cuq1.serve.settings import Settings
 from tests.paths import NANO
-from tests.serve.running import nano_service, post, serving
+from tests.serve.running import LIMIT, PAUSE, nano_service, open_nano, post, serving
 from tests.serve.watched import Watched
 
 RUN = {
@@ -349,8 +348,9 @@ def test_a_wrong_key_and_a_full_queue_are_what_the_client_knows(service, monkeyp
 
 
 def test_an_engine_that_fails_in_the_stream_is_an_error_of_the_stream():
-    engine = Watched(open_engine(NANO, "cpu"))
-    service = nano_service(lambda: engine, restarts=0)
+    service = nano_service(lambda: Watched(open_nano()), restarts=0)
+    engine = service.engine
+    engine.pause = PAUSE
     with serving(service) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         chunks = iter(ask(client, stream=True, max_tokens=500))
@@ -361,4 +361,4 @@ def test_an_engine_that_fails_in_the_stream_is_an_error_of_the_stream():
         with pytest.raises(openai.InternalServerError):
             ask(client)
         assert httpx.get(f"{url}/health").status_code == 503
-    assert service.close(timeout=30)
+    assert service.close(timeout=LIMIT)

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from cuq1.serve.settings import Settings
-from tests.serve.running import nano_service, serving, wait_for
+from tests.serve.running import LIMIT, PAUSE, endless, nano_service, open_nano, serving, wait_for
+from tests.serve.watched import Watched
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -24,6 +25,21 @@ def browser():
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def service():
+    """One whose answers can be watched as they come, and stopped, on a GPU too."""
+    service = nano_service(lambda: Watched(open_nano()))
+    service.engine.pause = PAUSE
+    yield service
+    assert service.close(drain=False, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def base_url(service):
+    with serving(service) as url:
+        yield url
 
 
 @pytest.fixture
@@ -102,24 +118,16 @@ def stream(text, end="stop"):
 
 
 def test_stop(page, service):
-    service.defaults, kept = without_end(service.defaults), service.defaults
-    try:
+    with endless(service):
         send(page)
         wait_for(lambda: len(page.locator("article:last-child").inner_text()) > 60)
         page.click("#stop")
         done(page)
-    finally:
-        service.defaults = kept
     assert last(page, "note") == "stopped"
     wait_for(lambda: not service.worker.busy)
     send(page, "Go on.")
     done(page)
     assert last(page, "note") != "stopped"
-
-
-def without_end(params):
-    """Parameters under which an answer goes on until it is stopped."""
-    return type(params)(**{**vars(params), "stop_tokens": (), "max_tokens": 5000})
 
 
 def test_an_error_is_shown(page, service):
@@ -147,7 +155,7 @@ def test_a_key_is_asked_for(browser):
         done(page)
         assert last(page, "note") == ""
         page.close()
-    assert service.close(timeout=30)
+    assert service.close(timeout=LIMIT)
 
 
 def test_only_its_own_script_runs(base_url):

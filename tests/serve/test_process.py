@@ -16,7 +16,7 @@ import pytest
 
 from cuq1.serve.settings import Settings
 from tests.paths import ROOT
-from tests.serve.running import LIMIT, Process, nano_service, serving, wait_for
+from tests.serve.running import LIMIT, ON_CPU, Process, nano_service, serving, wait_for
 
 KEY = "sk-very-secret-key-0123456789"
 SECRET_WORDS = "the purple armadillo hides underneath"
@@ -105,7 +105,7 @@ def test_the_start_is_told(guarded):
     for word in (
         "loading layers: 6/6",
         "iquest-q1-nano",
-        "device cpu",
+        "device cpu" if ON_CPU else "device NVIDIA",
         "GiB",
         "context 65536",
         "ready: http://127.0.0.1:",

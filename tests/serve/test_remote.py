@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuq1.engine import open_engine
 from cuq1.errors import DeviceError, LaunchError, RequestError
 from cuq1.sampling import DecodeParams
 from cuq1.serve import remote as remote_module
 from cuq1.serve.remote import EngineOptions, RemoteEngine
 from tests.paths import NANO, ROOT
 from tests.serve.fake_rank import PROGRAM
-from tests.serve.running import wait_for
+from tests.serve.running import DEVICE, open_nano, wait_for
 from tests.unit.fake_ranks import FakeEngine
 
 PROMPT = [5, 9, 200, 301, 77, 12]
@@ -29,14 +28,14 @@ PROMPT = [5, 9, 200, 301, 77, 12]
 
 @pytest.fixture(scope="module")
 def own():
-    with open_engine(NANO, "cpu") as engine:
+    with open_nano() as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def remote():
     seen = []
-    with RemoteEngine(EngineOptions(str(NANO), "cpu"), lambda done, total: seen.append((done, total))) as engine:
+    with RemoteEngine(EngineOptions(str(NANO), DEVICE), lambda done, total: seen.append((done, total))) as engine:
         assert seen[-1][0] == seen[-1][1] > 0
         yield engine
     assert engine.process.returncode == 0
@@ -121,7 +120,7 @@ def test_errors_come_as_what_they_are(remote):
 
 def test_what_cannot_be_opened_says_why(tmp_path):
     with pytest.raises(Exception, match=r"config\.json"):
-        RemoteEngine(EngineOptions(str(tmp_path), "cpu"))
+        RemoteEngine(EngineOptions(str(tmp_path), DEVICE))
 
 
 def test_a_server_that_is_gone_before_its_engine_is_open(tmp_path):
@@ -129,7 +128,7 @@ def test_a_server_that_is_gone_before_its_engine_is_open(tmp_path):
     with socket.socket(socket.AF_UNIX) as address:
         address.bind(str(tmp_path / "left"))  # and nobody listens
         run = subprocess.run(
-            [sys.executable, "-m", "cuq1.serve.engine_process", json.dumps(asdict(EngineOptions(str(NANO), "cpu")))],
+            [sys.executable, "-m", "cuq1.serve.engine_process", json.dumps(asdict(EngineOptions(str(NANO), DEVICE)))],
             env=os.environ | {remote_module.SOCKET: str(tmp_path / "left"), remote_module.SECRET: "00"},
             cwd=ROOT,
             capture_output=True,
@@ -141,7 +140,7 @@ def test_a_server_that_is_gone_before_its_engine_is_open(tmp_path):
 
 
 def test_a_process_that_dies_is_a_device_that_failed():
-    engine = RemoteEngine(EngineOptions(str(NANO), "cpu"))
+    engine = RemoteEngine(EngineOptions(str(NANO), DEVICE))
     engine.prefill(PROMPT)
     stream = engine.decode(DecodeParams(seed=1))
     next(stream)
@@ -152,7 +151,7 @@ def test_a_process_that_dies_is_a_device_that_failed():
 
 
 def test_it_ends_with_the_server_and_not_by_signals():
-    engine = RemoteEngine(EngineOptions(str(NANO), "cpu"))
+    engine = RemoteEngine(EngineOptions(str(NANO), DEVICE))
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine.process.pid, number)
     time.sleep(0.1)

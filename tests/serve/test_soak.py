@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.serve.running import nano_service, serving
+from tests.serve.running import LIMIT, ON_CPU, nano_service, serving
 from tools import soak_serve
+
+MAX_QUEUE = soak_serve.MAX_QUEUE if ON_CPU else 8  # fewer wait for nano on a GPU: its clients are what is slow
 
 
 @pytest.fixture(scope="module")
 def crowded():
-    service = nano_service(max_queue=soak_serve.MAX_QUEUE, snapshots=(16 << 20, 0))
+    service = nano_service(max_queue=MAX_QUEUE, snapshots=(16 << 20, 0))
     with serving(service) as url:
         yield url
-    assert service.close(drain=False, timeout=30)
+    assert service.close(drain=False, timeout=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +29,9 @@ def asked(crowded):
 
 def test_every_answer_is_the_one_it_has_alone(crowded, asked):
     report = asyncio.run(soak_serve.soak(crowded, asked, 64, 6, 1, os.getpid()))
-    assert report.problems(grown=128 << 20) == []  # this process holds the clients too
+    assert report.problems(grown=128 << 20, max_queue=MAX_QUEUE) == []  # this process holds the clients too
     assert report.counts["busy"] > 0  # the bound was reached
-    assert report.most_waiting > 10
+    assert report.most_waiting > MAX_QUEUE // 4
     for kind in ("streamed", "whole", "left", "malformed"):
         assert report.counts[kind] > 0, report.counts
 

@@ -6,13 +6,11 @@ import httpx
 import numpy as np
 import pytest
 
-from cuq1.engine import open_engine
 from cuq1.errors import DeviceError
 from cuq1.sampling import DecodeParams
 from cuq1.serve import prompt as prompt_module
 from cuq1.serve.job import Measures
-from tests.paths import NANO
-from tests.serve.running import LIMIT, nano_service, post, serving, wait_for
+from tests.serve.running import LIMIT, nano_service, open_nano, post, serving, wait_for
 from tests.serve.watched import Watched
 
 WINDOW = 512  # of a draft model, whose rows may have to be made again
@@ -30,7 +28,7 @@ class Mortal(Watched):
 
 
 def test_a_failure_is_said_once(caplog):
-    service = nano_service(lambda: Mortal(open_engine(NANO, "cpu")), restarts=0)
+    service = nano_service(lambda: Mortal(open_nano()), restarts=0)
     with serving(service) as url:
         body = {"prompt": [5, 6], "max_tokens": 2}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT).status_code == 500
@@ -52,7 +50,7 @@ def test_the_speed_of_one_token_is_not_known():
 
 @pytest.fixture(scope="module")
 def engine():
-    with open_engine(NANO, "cpu") as engine:
+    with open_nano() as engine:
         yield engine
 
 
@@ -95,10 +93,9 @@ class Steps(Watched):
 
 @pytest.fixture(scope="module")
 def stepped():
-    engine = Steps(open_engine(NANO, "cpu"))
-    service = nano_service(lambda: engine)
+    service = nano_service(lambda: Steps(open_nano()))
     with serving(service) as url:
-        yield url, engine
+        yield url, service.engine
     assert service.close(timeout=LIMIT)
 
 
@@ -138,8 +135,7 @@ def test_a_prompt_at_once_is_seen(stepped, monkeypatch):
 
 @pytest.fixture(scope="module")
 def remembering():
-    engine = Steps(open_engine(NANO, "cpu"))
-    service = nano_service(lambda: engine, snapshots=(1 << 30, 0))
+    service = nano_service(lambda: Steps(open_nano()), snapshots=(1 << 30, 0))
     with serving(service) as url:
         yield url, service
     assert service.close(timeout=LIMIT)

@@ -1,12 +1,16 @@
-"""An engine that counts what is asked of it, can be held at a gate, and fails on command."""
+"""An engine that counts what is asked of it, can be held at a gate or slowed, and fails on command."""
 
 import threading
+import time
 
 from cuq1.sampling import DecodeStream
 
 
 class Watched:
-    """Around an engine. steps: prompt steps and rounds so far; gate: cleared, it holds the next one."""
+    """Around an engine. steps: prompt steps and rounds so far; gate: cleared, it holds the next one.
+
+    pause: seconds that each takes longer.
+    """
 
     def __init__(self, engine):
         self._engine = engine
@@ -14,6 +18,7 @@ class Watched:
         self.gate = threading.Event()
         self.gate.set()
         self.failure = None
+        self.pause = 0.0
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -21,6 +26,7 @@ class Watched:
     def _step(self):
         self.gate.wait()
         self.steps += 1
+        time.sleep(self.pause)
         if self.failure is not None:
             raise self.failure
 
