@@ -50,8 +50,8 @@ def timeline(
             zero = np.median(before.astype(np.int64))
             end = part["end"].astype(np.int64)
             resumed = part["resumed" if len(waited) else "begin"].astype(np.int64)
-            values = [*_spread(resumed - zero), *_spread(end - zero), float(np.median(end - resumed))]
-            found[name].append(Times(*(value / 1e3 for value in values), len(part)))
+            ns = [*_spread(resumed - zero), *_spread(end - zero), float(np.median(end - resumed))]
+            found[name].append(Times(*[value / 1e3 for value in ns] + [float(len(part))]))
     return found
 
 
