@@ -111,7 +111,7 @@ class Handed:
             "qkv_pieces": (np.float32, (pieces(dims.qkv_rows, dims.hidden), dims.qkv_rows)),
             "partials": (np.uint8, (dims.kv_heads, family.spans(dims), family.record_bytes(dims))),
             "o_pieces": (np.float32, (family.parts(dims), dims.hidden)),
-            "inner": (np.float16, (padded(dims.inner),)),
+            "inner": (np.float16, (2, padded(dims.inner))),
             "down_pieces": (np.float32, (pieces(dims.hidden, dims.inner), dims.hidden)),
         }
         self.at, end = {}, 0
@@ -143,6 +143,15 @@ class Found:
     k_pages: list[np.ndarray]
     v_pages: list[np.ndarray]
     handed: dict[str, np.ndarray]
+
+    @property
+    def inner(self):
+        """The last layer's: layers take turns, and what another one had is cleared."""
+        halves = self.handed["inner"].view(np.uint16)
+        there = (halves != 0xFFFF).all(axis=1)
+        assert there.sum() == 1, "the last layer's inner is not there, or another one's is not cleared"
+        assert (halves[~there] == 0xFFFF).all(), "inner of another layer is not cleared"
+        return self.handed["inner"][there.argmax()]
 
     def same(self, other, *, handed=True):
         """Bit for bit."""
@@ -251,7 +260,7 @@ class Case:
         errors = {"residual_out": qwen2_layers.distance(found.residual, expected.residual)}
         self._judge_caches(found, expected, errors)
         self.judge_cleared(found)
-        inner, down = found.handed["inner"], found.handed["down_pieces"]
+        inner, down = found.inner, found.handed["down_pieces"]
         assert not inner[dims.inner :].any(), f"inner has no zeros beyond its columns: {self.where}"
         errors["inner"] = qwen2_layers.distance(inner[: dims.inner], expected.inner, half=True)
         # From what the kernel itself has stored.
@@ -297,7 +306,7 @@ class Case:
         errors["attended"] = np.linalg.norm(attended[: dims.q_width] - expected) / np.linalg.norm(expected) / ATTENDED
         step("o", found.handed["o_pieces"].astype(np.float64).sum(axis=0), attended)
         x, normed = qwen2_gemv.entry(self.residual, found.handed["o_pieces"], layer.vectors["post_norm"], dims.eps)
-        inner, down = found.handed["inner"], total(found.handed["down_pieces"], dims.hidden, dims.inner)
+        inner, down = found.inner, total(found.handed["down_pieces"], dims.hidden, dims.inner)
         errors["inner"] = error(
             inner[: dims.inner], *mlp(family.layers(dims), products["gate"], products["up"], normed)
         )

@@ -376,7 +376,7 @@ WRONG = {
         ("const float weight = exp2_fast(of[s].x - largest)", "const float weight = 1.0f"),
     ),
     "a span left out": (700, ("from + n * SETS + set < spans)", "from + n * SETS + set < spans - 1)")),
-    "a part's columns": (50, ("shared.block.part.number * GROUPS + group)", "group)")),
+    "a part's columns": (50, ("shared.block.part.number * GROUPS + group", "group")),
     "a piece of o_proj left out": (50, ("row.add<OPieces, PARTS>", "row.add<OPieces, PARTS - 1>")),
     "down as it is": (50, ("1.0f / INNER_SCALE, a.down_pieces", "1.0f, a.down_pieces")),
     "silu of another sign": (50, ("silu(gate) * up", "gate / (1.0f + __expf(gate)) * up")),
