@@ -7,7 +7,8 @@ compared with the kernels as they are.
 
 Or `layers`, which times all layers as one launch instead, with real attention, and layers=U,S,A,SLOTS,SPAN,PARTS for
 another form of it: constants of cuq1/cuda/kernels/qwen2_layers.py (U units, S stages at the most, A of them ahead; an
-empty place for one as it is). With these, context=N is the positions that are attended to, and count=N the layers.
+empty place for one as it is; others as NAME:number). With these, context=N is the positions that are attended to, and
+count=N the layers, an even number.
 
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.
@@ -240,7 +241,7 @@ def variants(words):
 def report_layers(gpu, sizes, words):
     """All layers in one launch. Returns whether all its forms give the same."""
     given = dict(word.split("=") for word in words if word.startswith(("context=", "count=")))
-    count, context = int(given.get("count", 28)), int(given.get("context", speed_qwen2_layers.CONTEXT))
+    count, context = int(given.get("count", 28)) // 2 * 2, int(given.get("context", speed_qwen2_layers.CONTEXT))
     forms = [speed_qwen2_layers.variant(word) for word in words if word.startswith("layers")]
     print(f"read ceiling {gpu.read_ceiling():.0f} GB/s")
     same = True

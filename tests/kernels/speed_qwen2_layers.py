@@ -21,8 +21,8 @@ ROUNDING = 2e-2  # of residuals' root mean square: halves of attention's spans, 
 def constants(values):
     """qwen2_layers with other constants than its own."""
     values = dict(values)
-    if "UNITS" in values:
-        values["_STAGE_BYTES"] = qwen2_layers.WARPS * values["UNITS"] * UNIT_BYTES
+    sizes = [values.get(name, getattr(qwen2_layers, name)) for name in ("WARPS", "UNITS")]
+    values["_STAGE_BYTES"] = sizes[0] * sizes[1] * UNIT_BYTES
     before = {name: getattr(qwen2_layers, name) for name in values}
     try:
         for name, value in values.items():
@@ -34,9 +34,18 @@ def constants(values):
 
 
 def variant(word):
-    """layers=U,S,A,.. as constants: the first ones of CONSTANTS, and an empty place for one as it is."""
-    numbers = word.partition("=")[2].split(",") if "=" in word else []
-    return {name: int(number) for name, number in zip(CONSTANTS, numbers, strict=False) if number}
+    """layers=U,S,A,.. as constants: of CONSTANTS, an empty place for one as it is; others as NAME:number.
+
+    Raises ValueError for a name that qwen2_layers does not have.
+    """
+    given = word.partition("=")[2].split(",") if "=" in word else []
+    named = [one.split(":") for one in given if ":" in one]
+    numbers = [one for one in given if ":" not in one]
+    found = {name: int(number) for name, number in [*zip(CONSTANTS, numbers, strict=False), *named] if number}
+    unknown = [name for name in found if not isinstance(getattr(qwen2_layers, name, None), int)]
+    if unknown or len(numbers) > len(CONSTANTS):
+        raise ValueError(f"{word}: {unknown or numbers[len(CONSTANTS) :]} is no constant of qwen2_layers")
+    return found
 
 
 class Token:
@@ -152,7 +161,8 @@ def report(layers, context, variants):
             first = found if first is None else first
             apart = np.abs(found - first).max() / np.sqrt(np.square(first).mean())
             same = same and bool(apart < ROUNDING)
-            name = ",".join(str(getattr(qwen2_layers, name)) for name in CONSTANTS)
+            named = [f"{name}:{value}" for name, value in values.items() if name not in CONSTANTS]
+            name = ",".join([str(getattr(qwen2_layers, name)) for name in CONSTANTS] + named)
             more = f", {dict(kernel.defines)['STAGES']} stages, {kernel.smem >> 10} KB, differs by {apart:.1e}"
             token.show(f"layers={name}", *layers.time(calls, layers.count), more)
     return same
