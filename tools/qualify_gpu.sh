@@ -62,6 +62,8 @@ job answer 90 "$(answer cpu) > $out/cpu.txt && $(answer cuda) > $out/cuda.txt &&
 job greedy 240 "$python -m tools.check_cuda greedy score --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --activations fp8 --tolerance 0.08 --source-tokens 12000 --jobs 2 --log &&
     $python -m tools.check_cuda score --decode --source-tokens 12000 --jobs 2 --log" &
+job server 480 "CUQ1_TEST_DEVICE=cuda $pytest tests/serve" &
+job clients 400 "$python -m tools.soak_serve --device cuda --max-queue 8" &
 job acceptance 240 "$python -m tools.check_cuda acceptance --rounds 2000 --jobs 4 --log" &
 wait
 job equal 120 "$python -m tools.check_loop equal --log" &
