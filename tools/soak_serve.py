@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 LIMIT_SECONDS = 120.0
-MAX_QUEUE = 40
+MAX_QUEUE = 16
 GROWTH = 32 << 20  # bytes that memory may grow by after the first seconds
 MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/v1/chat/completions", b"{"),
