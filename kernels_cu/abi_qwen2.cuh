@@ -146,8 +146,8 @@ struct Qwen2ChainArgs {
     int reserved;
 };
 
-// All layers, or a run of them, in one launch: from the residual to the residual. Words of the last five arrays are
-// NOT_READY before the launch; of those, down_pieces and inner of the last layer stay in it.
+// All layers, or a run of them, in one launch: from the residual to the residual. Words of the last six arrays are NOT_READY
+// before the launch; of those, what the last layer stores in rows_handed, inner and down_pieces stays.
 struct Qwen2LayersArgs {
     Fault* fault;
     const int* live;
@@ -169,9 +169,10 @@ struct Qwen2LayersArgs {
     float* residual_out;            // [HIDDEN], behind the last layer; may be where residual lies
     float* qkv_pieces;              // [QKV_PIECES][(Q_HEADS + 2 KV_HEADS) HEAD_SIZE]
     uint4* partials;                // [KV_HEADS][SPANS] records of GROUP HEAD_SIZE halves, then 8 pairs of floats
-    float* o_pieces;                // [O_PARTS][HIDDEN]
-    f16* inner;                     // [PADDED(INNER)], INNER_SCALE * silu(gate) * up
-    float* down_pieces;             // [DOWN_PIECES][HIDDEN]
+    float* o_pieces;                // [PARTS][HIDDEN]
+    float* rows_handed;             // [2][2][HIDDEN]: the residual before the MLP and behind it, of layers in turns
+    f16* inner;                     // [2][PADDED(INNER)], INNER_SCALE * silu(gate) * up, of layers in turns
+    float* down_pieces;             // [2][PARTS][DOWN_PIECES][HIDDEN], of layers in turns
     int layers;                     // 1 .. QWEN2_LAYERS
     int reserved;
 };

@@ -22,9 +22,9 @@
 //
 // Clearing. A warp of its own clears what its block stored, and blocks go on to store only behind that: what a block does
 // next, seen by another, says that its words are NOT_READY again. Every block has a part of each phase, so that who has all of
-//   o_proj's results knows that all have read the last layer's down (all stored q, k, v since): that is cleared then;
-//   gate and up's   that all have read q, k, v, attention's and o_proj's;
-//   down's          that all have read inner.
+//   o_proj's results knows that all have read the last layer's inner and down (all stored q, k, v since): those are cleared
+//   then, and inner lies elsewhere in the next layer, as blocks could come to it first;
+//   gate and up's knows that all have read q, k, v, attention's and o_proj's.
 #include "common/flagged.cuh"
 #include "common/int4_ring.cuh"
 #include "common/pdl.cuh"
@@ -41,49 +41,50 @@ constexpr int PART_HEADS = KV_HEADS / PARTS;
 constexpr int POLLS = 1 << 21;  // of a thread in a launch: seconds, where results take microseconds
 constexpr int ALL_THREADS = THREADS + 4 * WARP;  // those that multiply; a warp that sends copies, one that clears, two idle
 
-using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
-using DownSplit = Pieces<HIDDEN, INNER, GEMV_BLOCKS>;
+constexpr int DOWN_COLUMNS = padded(INNER) / PARTS;
+constexpr int PART_BLOCKS = GEMV_BLOCKS / PARTS;
+constexpr int QUADS = HIDDEN / 4, OWN_QUADS = (QUADS + GEMV_BLOCKS - 1) / GEMV_BLOCKS;  // of the residual; a block's
 
-static_assert(HIDDEN % GROUP_SIZE == 0 && KV_HEADS % PARTS == 0 && O_COLUMNS % GROUP_SIZE == 0, "whole groups");
-static_assert(QkvSplit::TAKERS == GEMV_BLOCKS && DownSplit::TAKERS == GEMV_BLOCKS && GATE_UP_TILES >= GEMV_BLOCKS,
-              "a block that stores nothing in a phase would not be waited for");
+using QkvSplit = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
+using DownSplit = Pieces<HIDDEN, DOWN_COLUMNS, PART_BLOCKS>;  // of a part
+
+static_assert(HIDDEN % GROUP_SIZE == 0 && KV_HEADS % PARTS == 0 && GEMV_BLOCKS % PARTS == 0, "equal parts");
+static_assert(O_COLUMNS % GROUP_SIZE == 0 && DOWN_COLUMNS % GROUP_SIZE == 0, "whole groups");
+static_assert(QUADS >= GEMV_BLOCKS, "who has all of the residual's columns has heard of all blocks");
 
 enum Phase { QKV, ATTENTION, O_PROJ, GATE_UP, DOWN };
+#ifndef QUICK
+#define MARK(i, k)
+#else
+#define MARK(i, k) quick_mark(i, k)
+#endif
 
 // ---- What a block has of each matrix ----
 
-// The blocks that have a part of o_proj's columns, and where this block stands among them.
+// The blocks of a part have the same columns of o_proj and down, and make what down reads of these: where a block stands.
 struct Part {
-    int number, index, blocks;
+    int number, index;
 };
-__device__ __forceinline__ Part own_part() {
-    const int number = ((int(blockIdx.x) + 1) * PARTS - 1) / GEMV_BLOCKS;
-    const int first = GEMV_BLOCKS * number / PARTS, next = GEMV_BLOCKS * (number + 1) / PARTS;
-    return {number, int(blockIdx.x) - first, next - first};
-}
+__device__ __forceinline__ Part own_part() { return {int(blockIdx.x) / PART_BLOCKS, int(blockIdx.x) % PART_BLOCKS}; }
 
 template <int K>
 constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
 
-template <typename Split>
-__device__ __forceinline__ Run shared_run() {
-    return part_of(Run{0, Split::UNITS}, blockIdx.x, Split::TAKERS);
-}
 __device__ __forceinline__ Run gate_up_tiles() { return part_of(Run{0, GATE_UP_TILES}, blockIdx.x, GEMV_BLOCKS); }
-__device__ __forceinline__ Run o_tiles() {
-    const Part part = own_part();
-    return part_of(Run{0, O_TILES}, part.index, part.blocks);
-}
+__device__ __forceinline__ Run o_tiles() { return part_of(Run{0, O_TILES}, own_part().index, PART_BLOCKS); }
+static_assert(GATE_UP_TILES % PARTS == 0, "a part's blocks make its columns");
 
 // A phase's groups in a tile of the block.
 template <int PHASE>
-constexpr int GROUPS_IN = PHASE == O_PROJ ? O_COLUMNS / GROUP_SIZE : PHASE == DOWN ? GROUPS_OF<INNER> : GROUPS_OF<HIDDEN>;
+constexpr int GROUPS_IN = (PHASE == O_PROJ ? O_COLUMNS : PHASE == DOWN ? DOWN_COLUMNS : HIDDEN) / GROUP_SIZE;
+template <int PHASE>  // and in a tile of the matrix
+constexpr int ALL_GROUPS = PARTS * GROUPS_IN<PHASE>;
 
-// The block's units: of the matrix, or of o_proj those of the block's tiles and columns.
+// The block's units: of the matrix, or of o_proj and down those of the part's columns.
 template <int PHASE>
 __device__ __forceinline__ Run block_run() {
-    if constexpr (PHASE == QKV) return shared_run<QkvSplit>();
-    if constexpr (PHASE == DOWN) return shared_run<DownSplit>();
+    if constexpr (PHASE == QKV) return part_of(Run{0, QkvSplit::UNITS}, blockIdx.x, QkvSplit::TAKERS);
+    if constexpr (PHASE == DOWN) return part_of(Run{0, DownSplit::UNITS}, own_part().index, DownSplit::TAKERS);
     const Run tiles = PHASE == O_PROJ ? o_tiles() : gate_up_tiles();
     return Run{tiles.first * GROUPS_IN<PHASE>, tiles.units * GROUPS_IN<PHASE>};
 }
@@ -94,13 +95,16 @@ __device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 template <typename Split>
 constexpr int TOUCHED = (ceil_div(Split::UNITS, Split::TAKERS) + Split::GROUPS - 2) / Split::GROUPS + 1;
 template <int PHASE>
-constexpr int SUMS_OF = PHASE == O_PROJ ? ceil_div(O_TILES, GEMV_BLOCKS / PARTS)
+constexpr int SUMS_OF = PHASE == O_PROJ ? ceil_div(O_TILES, PART_BLOCKS)
                         : PHASE == DOWN ? TOUCHED<DownSplit>
                         : PHASE == QKV  ? TOUCHED<QkvSplit>
                                         : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
 constexpr int SUMS = larger(larger(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), larger(SUMS_OF<DOWN>, SUMS_OF<QKV>));
-constexpr int TURN = WARPS * STAGE_UNITS;  // units of a stage, which the warps take together
+constexpr int TURN = STAGE_UNITS;    // units of a stage
+constexpr int BATCH = 4;             // of them that a warp multiplies together
+constexpr int TEAM = TURN / BATCH;   // warps that have a stage
 constexpr int TURN_BYTES = TURN * UNIT_BYTES;
+static_assert(TURN % BATCH == 0 && WARPS % TEAM == 0, "warps take turns");
 
 // ---- Attention's spans ----
 
@@ -125,13 +129,14 @@ struct Place {
 struct Block {
     Run units[DOWN + 1];  // of each phase
     Run gate_up, o;       // tiles
+    Run quads;            // of four columns of the residual
     Part part;
     Place place;
 
     __device__ __forceinline__ void find() {
         units[QKV] = block_run<QKV>(), units[O_PROJ] = block_run<O_PROJ>();
         units[GATE_UP] = block_run<GATE_UP>(), units[DOWN] = block_run<DOWN>();
-        gate_up = gate_up_tiles(), o = o_tiles();
+        gate_up = gate_up_tiles(), o = o_tiles(), quads = part_of(Run{0, QUADS}, blockIdx.x, GEMV_BLOCKS);
         part = own_part();
         place = {part.number * PART_HEADS + part.index % PART_HEADS, part.index / PART_HEADS};
     }
@@ -166,14 +171,17 @@ struct Shared {
             float4 sums[2][THREADS];
             float2 statistics[THREADS];
         } merge;
-        uint8_t inner[token_bytes(INNER)];
+        uint8_t inner[token_bytes(DOWN_COLUMNS)];
     };
-    uint8_t token[token_bytes(larger(HIDDEN, O_COLUMNS))];
+    union {  // by turns
+        uint8_t token[token_bytes(larger(HIDDEN, O_COLUMNS))];
+        QueryStep q[STEPS];  // then a span's halves
+    };
     float4 sums[WARPS][SUMS][TILE_ROWS / 4];  // each warp's, of the block's tiles
-    QueryStep q[STEPS];                       // then a span's halves
     float4 own[SLOTS][STATISTICS];            // each attending warp's
     float2 rope[HEAD_SIZE / 2];               // cosine and sine of the position
     float squares[WARPS];                     // sums of each warp's columns
+    float4 x[OWN_QUADS];                      // the residual's columns that the block adds up
     uint64_t full[STAGES], empty[STAGES];
     uint64_t k_full[SLOTS], v_full[SLOTS];
     uint64_t entered, cleared;                // a token is there whose words say what may be cleared; that has been
@@ -187,83 +195,140 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(TH
 
 // ---- The warp that sends copies: one lane ----
 
+struct Cursor {  // a stage of the launch: which comes next
+    int i, phase, next;
+};
+
 struct Feed {
     const Qwen2LayersArgs& a;
     Shared& shared;
     uint64_t policy;
     int sent;
+    Cursor at;
 
-    // A stage may be sent once the one that lay there has been multiplied, and one more has come.
-    __device__ __forceinline__ uint64_t* next_stage(int units, int layer) {
-        const int slot = sent % STAGES;
-        if (sent >= STAGES) barrier_wait(&shared.empty[slot], (sent / STAGES - 1) & 1, a.fault, KERNEL_GATE_UP, layer);
-        if (AHEAD < STAGES && sent >= AHEAD) {
-            const int older = sent - AHEAD;
-            barrier_wait(&shared.full[older % STAGES], older / STAGES & 1, a.fault, KERNEL_GATE_UP, layer);
-        }
-        barrier_expect(&shared.full[slot], units * UNIT_BYTES);
-        return &shared.full[slot];
+    __device__ __forceinline__ const uint8_t* matrix(const Cursor& c) const {
+        return c.phase == QKV       ? a.qkv_weights[c.i]
+               : c.phase == O_PROJ  ? a.o_weights[c.i]
+               : c.phase == GATE_UP ? a.gate_up_weights[c.i]
+                                    : a.down_weights[c.i];
     }
 
-    template <int PHASE>
-    __device__ __forceinline__ void send(const uint8_t* matrix, int layer) {
-        const Run run = shared.block.units[PHASE];
-        for (int next = 0; next < run.units; next += TURN) {
-            const int units = min_int(run.units - next, TURN);
-            uint8_t* const to = shared.ring[sent % STAGES];
-            uint64_t* const full = next_stage(units, layer);
-            if constexpr (PHASE == O_PROJ && PARTS > 1) {
-                constexpr int GROUPS = GROUPS_IN<O_PROJ>;
-                for (int done = 0; done < units;) {  // a tile's columns of the part lie together
-                    const int unit = run.first + next + done, tile = unit / GROUPS, group = unit % GROUPS;
-                    const int some = min_int(GROUPS - group, units - done);
-                    const int64_t from = int64_t(tile * GROUPS_OF<Q_WIDTH> + shared.block.part.number * GROUPS + group) * UNIT_BYTES;
-                    bulk_load(to + done * UNIT_BYTES, matrix + from, some * UNIT_BYTES, full, policy);
-                    done += some;
-                }
-            } else {
-                bulk_load(to, matrix + int64_t(run.first + next) * UNIT_BYTES, units * UNIT_BYTES, full, policy);
-            }
-            ++sent;
+    __device__ __forceinline__ int units(const Cursor& c) const { return min_int(shared.block.units[c.phase].units - c.next, TURN); }
+
+    // use(bytes from the stage's beginning, address, bytes) for what lies together.
+    template <typename Use>
+    __device__ __forceinline__ void pieces(const Cursor& c, Use use) const {
+        const uint8_t* const from = matrix(c);
+        const int first = shared.block.units[c.phase].first + c.next, count = units(c);
+        if (PARTS == 1 || c.phase == QKV || c.phase == GATE_UP) {
+            use(0, from + int64_t(first) * UNIT_BYTES, count * UNIT_BYTES);
+            return;
         }
+        const int groups = c.phase == O_PROJ ? GROUPS_IN<O_PROJ> : GROUPS_IN<DOWN>;
+        for (int done = 0; done < count;) {  // a tile's columns of the part lie together
+            const int tile = (first + done) / groups, group = (first + done) % groups, some = min_int(groups - group, count - done);
+            const int64_t unit = (tile * PARTS + shared.block.part.number) * groups + group;
+            use(done * UNIT_BYTES, from + unit * UNIT_BYTES, some * UNIT_BYTES);
+            done += some;
+        }
+    }
+
+    __device__ __forceinline__ void advance(Cursor& c) const {
+        c.next += TURN;
+        while (c.i < a.layers && c.next >= shared.block.units[c.phase].units) {
+            c.next = 0;
+            if (c.phase == QKV) {
+                c.phase = O_PROJ;
+            } else if (++c.phase > DOWN) {
+                c.phase = QKV, ++c.i;
+            }
+        }
+    }
+
+    __device__ __forceinline__ bool done(int slot, uint64_t* barriers, int round) const {
+        uint32_t is;
+        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(is) : "r"(shared_address(&barriers[slot])), "r"(round & 1) : "memory");
+        return is != 0;
     }
 
     __device__ __forceinline__ void send_all() {
-        for (int i = 0; i < a.layers; ++i) {
-            send<QKV>(a.qkv_weights[i], a.layer + i);
-            send<O_PROJ>(a.o_weights[i], a.layer + i);
-            send<GATE_UP>(a.gate_up_weights[i], a.layer + i);
-            send<DOWN>(a.down_weights[i], a.layer + i);
+        Cursor ahead = at;
+        int asked = 0, tries = 0;  // stages that L2 has been asked for, beyond those sent
+        int phase_first = 0;       // the first stage of the phase that is sent
+        bool begun = false;        // it has been multiplied
+        long long last = 0;
+        while (at.i < a.layers) {
+            const int slot = sent % STAGES;
+            if (at.next == 0) phase_first = sent, begun = false;
+            if (!begun && sent > phase_first) begun = done(phase_first % STAGES, shared.empty, phase_first / STAGES);
+            const int older = sent - (begun ? AHEAD : at.phase == DOWN ? EARLY_DOWN : EARLY);
+            const bool can = (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) &&
+                             (older < 0 || done(older % STAGES, shared.full, older / STAGES));
+            if (can) {
+                uint64_t* const full = &shared.full[slot];
+                uint8_t* const to = shared.ring[slot];
+                barrier_expect(full, units(at) * UNIT_BYTES);
+                pieces(at, [&](int offset, const uint8_t* from, int bytes) { bulk_load(to + offset, from, bytes, full, policy); });
+                advance(at), ++sent, tries = 0;
+                if (PREFETCH > 0) {
+                    if (asked > 0) {
+                        --asked;
+                    } else {
+                        ahead = at;
+                    }
+                }
+            } else if (PREFETCH > 0 && asked < PREFETCH && ahead.i < a.layers && clock64() - last > PREFETCH_CYCLES) {
+                pieces(ahead, [&](int, const uint8_t* from, int bytes) { bulk_prefetch(from, bytes); });
+                advance(ahead), ++asked;
+                last = clock64();
+            } else if (++tries > (1 << 26)) {
+                report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer);
+                asm volatile("trap;");
+            }
         }
     }
 };
 
 // ---- The warp that clears ----
 
-// The rows of a split matrix that the block has stored, each in its piece: use(index of the word).
+// The rows of a split matrix that the block, `number` of those that share it, has stored, each in its piece: use(row among
+// them, index of the word).
 template <typename Split, typename Use>
-__device__ __forceinline__ void stored_pieces(const Run& block, int first, int step, int rows, Use use) {
+__device__ __forceinline__ void stored_pieces(const Run& block, int number, int first, int step, int rows, Use use) {
+    if (block.units == 0) return;
     const int tile = block.first / Split::GROUPS, last = (block.first + block.units - 1) / Split::GROUPS;
     for (int i = first; i < (last - tile + 1) * TILE_ROWS; i += step) {
         const int row = tile * TILE_ROWS + i;
-        const int piece = int(blockIdx.x) - Split::block_of(row / TILE_ROWS * Split::GROUPS);
+        const int piece = number - Split::block_of(row / TILE_ROWS * Split::GROUPS);
         use(i, piece * rows + row);
     }
 }
 
+// Layers take turns: one clears what the next but one fills.
+__device__ __forceinline__ f16* inner_of(const Qwen2LayersArgs& a, int i) { return a.inner + i % 2 * padded(INNER); }
+__device__ __forceinline__ float* down_of(const Qwen2LayersArgs& a, int i) {
+    return a.down_pieces + i % 2 * PARTS * DOWN_PIECES * HIDDEN;
+}
+// The residual before the MLP, and behind it.
+__device__ __forceinline__ float* middle_of(const Qwen2LayersArgs& a, int i) { return a.rows_handed + i % 2 * 2 * HIDDEN; }
+__device__ __forceinline__ float* end_of(const Qwen2LayersArgs& a, int i) { return middle_of(a, i) + HIDDEN; }
+
 struct Clear {
     const Qwen2LayersArgs& a;
     Shared& shared;
-    int phases;
 
-    __device__ __forceinline__ void await_entry(int layer) {
-        barrier_wait(&shared.entered, phases & 1, a.fault, KERNEL_CONTROL, layer);
-        ++phases;
+    template <typename Word>
+    static __device__ __forceinline__ void clear(Word* words, const Run& run, int of = 1) {
+        const uint32_t word = NOT_READY;
+        uint32_t* const first = reinterpret_cast<uint32_t*>(words) + run.first * of;
+        for (int i = threadIdx.x % WARP; i < run.units * of; i += WARP) first[i] = word;
     }
-    __device__ __forceinline__ void tell() {
-        __threadfence();  // this lane's words are cleared for all, before
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) barrier_arrive(&shared.cleared);
+
+    // All blocks together, each a part of the lines.
+    static __device__ __forceinline__ void ask_l2(const f16* from, int count) {
+        const int line = int(blockIdx.x) * WARP + int(threadIdx.x % WARP);
+        if (line * 64 < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line * 64) : "memory");
     }
 
     __device__ __forceinline__ void run() {
@@ -271,30 +336,26 @@ struct Clear {
         const uint32_t word = NOT_READY;
         const Block& block = shared.block;
         for (int i = 0; i < a.layers; ++i) {
-            const int layer = a.layer + i;
-            await_entry(layer);
-            if (i > 0) {
-                uint4* const inner = reinterpret_cast<uint4*>(a.inner) + block.gate_up.first;  // a tile makes eight halves
-                for (int t = lane; t < block.gate_up.units; t += WARP) inner[t] = make_uint4(word, word, word, word);
-            }
-            tell();
-            await_entry(layer);
-            if (i > 0) {
-                stored_pieces<DownSplit>(block.units[DOWN], lane, WARP, HIDDEN,
-                                         [&](int, int at) { reinterpret_cast<uint32_t*>(a.down_pieces)[at] = word; });
-            }
-            tell();
-            await_entry(layer);
-            stored_pieces<QkvSplit>(block.units[QKV], lane, WARP, QKV_ROWS,
+            barrier_wait(&shared.entered, i & 1, a.fault, KERNEL_CONTROL, a.layer + i);
+            stored_pieces<QkvSplit>(block.units[QKV], blockIdx.x, lane, WARP, QKV_ROWS,
                                     [&](int, int at) { reinterpret_cast<uint32_t*>(a.qkv_pieces)[at] = word; });
-            if (block.place.span < shared.span.spans) {
-                uint4* const record = a.partials + int64_t(block.place.kv_head * SPANS + block.place.span) * RECORD_PIECES;
-                for (int p = lane; p < RECORD_PIECES; p += WARP) record[p] = make_uint4(word, word, word, word);
+            if (block.place.span < shared.span.spans)
+                clear(a.partials, Run{block.place.kv_head * SPANS + block.place.span, 1}, 4 * RECORD_PIECES);
+            clear(a.o_pieces + block.part.number * HIDDEN, block.o, TILE_ROWS);
+            if (i > 0) {
+                clear(middle_of(a, i - 1), block.quads, 4);
+                clear(end_of(a, i - 1), block.quads, 4);
+                clear(inner_of(a, i - 1), block.gate_up, TILE_COLUMNS / 2);
+                uint32_t* const down = reinterpret_cast<uint32_t*>(down_of(a, i - 1)) + block.part.number * (DOWN_PIECES * HIDDEN);
+                stored_pieces<DownSplit>(block.units[DOWN], block.part.index, lane, WARP, HIDDEN,
+                                         [&](int, int at) { down[at] = word; });
             }
-            uint32_t* const o =
-                reinterpret_cast<uint32_t*>(a.o_pieces) + block.part.number * HIDDEN + block.o.first * TILE_ROWS;
-            for (int r = lane; r < block.o.units * TILE_ROWS; r += WARP) o[r] = word;
-            tell();
+            if (i + 1 < a.layers) {  // what the next layer's blocks would wait for memory for
+                ask_l2(a.input_norm[i + 1], HIDDEN), ask_l2(a.post_norm[i + 1], HIDDEN), ask_l2(a.bias[i + 1], QKV_ROWS);
+            }
+            __threadfence();  // this lane's words are cleared for all, before
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&shared.cleared);
         }
     }
 };
@@ -309,6 +370,9 @@ struct Polling {
     // common/flagged.cuh). The bound is of all polls together: behind one that ended in a report, no other is waited for.
     __device__ __forceinline__ bool again(bool ready, int kernel, int layer) {
         if (__all_sync(0xffffffffu, ready)) return false;
+#ifdef D_PAUSE
+        __nanosleep(D_PAUSE);
+#endif
         if (++count < POLLS) return true;
         if (!ready) report_fault(fault, FAULT_RESULT, kernel, layer);
         return false;
@@ -336,17 +400,44 @@ __device__ __forceinline__ uint2 load_flagged_8(const void* address) {
     return x;
 }
 
-// The stages in the order in which they come.
+// One warp looks for a word of each of `count` results, MOST at the most, at address(number), until all are there; then the
+// block's threads load what they need. Were they all to poll for that, L2 would be busy with it instead of with weights.
+template <int MOST, typename Address>
+__device__ __forceinline__ void await_words(int count, Address address, Polling& polling, int kernel, int layer) {
+    if (threadIdx.x < WARP) {
+        constexpr int EACH = ceil_div(MOST, WARP);
+        uint32_t missing = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; ++n) missing |= uint32_t(int(threadIdx.x) + n * WARP < count) << n;
+        do {
+            uint32_t word[EACH];
+#pragma unroll
+            for (int n = 0; n < EACH; ++n) {
+                word[n] = 0;
+                if (missing >> n & 1)
+                    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word[n]) : "l"(address(int(threadIdx.x) + n * WARP)) : "memory");
+            }
+#pragma unroll
+            for (int n = 0; n < EACH; ++n)
+                if ((word[n] & 0xffffu) != 0xffffu && word[n] >> 16 != 0xffffu) missing &= ~(1u << n);
+        } while (polling.again(missing == 0, kernel, layer));
+    }
+    meet();
+}
+
+// The stages in the order in which they come. Half of the warps multiply one, the other half the next: a warp has BATCH units,
+// whose token columns are in different columns of the MMA, so that lane t of a quad gets the sums of unit t, and what is to
+// be done with a unit's sums is done for all of them at once. Integer instructions are what limits this loop.
 struct Stream {
     Shared& shared;
     Fault* fault;
-    int slot;
-    uint32_t parity;
+    uint32_t stage;  // the phase's first one
 
     // The warps' parts of a phase times the token, into their sums.
     template <int PHASE>
     __device__ __forceinline__ void multiply(const uint8_t* token, int layer) {
         constexpr int GROUPS = GROUPS_IN<PHASE>;
+        static_assert(GROUPS >= BATCH, "a batch is of two tiles at most");
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         const Run block = shared.block.units[PHASE];
         float4* const all = shared.sums[warp][0];
@@ -354,54 +445,72 @@ struct Stream {
         for (int i = 0; i < SUMS_OF<PHASE> * 4; i += WARP)
             if (i + lane < SUMS_OF<PHASE> * 4) all[i + lane] = make_float4(0, 0, 0, 0);
         __syncwarp();  // zeros where the warp has nothing
-        float* sums = reinterpret_cast<float*>(all) + g;
-        float low = 0.0f, high = 0.0f;
-        int group = block.first % GROUPS + warp * STAGE_UNITS;
-        const auto next_tile = [&]() {
-            if (t == 0) sums[0] = low, sums[8] = high;
-            low = high = 0.0f;
-            sums += TILE_ROWS;
-            group -= GROUPS;
-        };
-        TOKEN::Columns x[STAGE_UNITS];
-        for (int unit = warp * STAGE_UNITS, turn = 0; turn < block.units; unit += TURN, turn += TURN) {
-            barrier_wait(&shared.full[slot], parity, fault, KERNEL_DOWN, layer);
-            const bool some = unit < block.units;
-            float2 c[STAGE_UNITS];
-            f16 scale[STAGE_UNITS][2];
-            if (some) {
-                while (group >= GROUPS) next_tile();
-                const uint8_t* const units = shared.ring[slot] + warp * STAGE_BYTES;
-                uint4 w[STAGE_UNITS][2];
+        float* const sums = reinterpret_cast<float*>(all) + g;
+        const int first = block.first % GROUPS, stages = div_up(block.units, TURN), place = warp % TEAM * BATCH;
+        uint4 x[BATCH][2];
 #pragma unroll
-                for (int u = 0; u < STAGE_UNITS; ++u) {  // the last turn's missing units are there as nothing that counts
-                    const uint8_t* const at = units + u * UNIT_BYTES;
-                    w[u][0] = reinterpret_cast<const uint4*>(at)[lane];
-                    w[u][1] = reinterpret_cast<const uint4*>(at)[WARP + lane];
-                    scale[u][0] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g];
-                    scale[u][1] = reinterpret_cast<const f16*>(at + CODE_BYTES)[g + 8];
-                    x[u].load(token + (group + u) % GROUPS * TOKEN::GROUP_BYTES, lane);
+        for (int u = 0; u < BATCH; ++u) x[u][0] = x[u][1] = make_uint4(0u, 0u, 0u, 0u);
+        for (int k = warp / TEAM; k < stages; k += WARPS / TEAM) {
+            const uint32_t slot = (stage + k) % STAGES;
+            barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, KERNEL_DOWN, layer);
+            const int unit = k * TURN + place;
+            int ones[2][4] = {}, sixteens[2][4] = {};  // of each chunk: one chain of products would wait for each
+            float low_scale, high_scale;
+            uint2 of;
+            const int mine = first + unit + t;  // of the block's tiles' units
+            if (unit < block.units) {  // missing units are there as nothing that counts
+                const uint8_t* const units = shared.ring[slot] + place * UNIT_BYTES;
+                const uint8_t* const columns =
+                    token + (first + unit + lane / 8) % GROUPS * TOKEN::GROUP_BYTES + lane % 8 * 16;
+                of = *reinterpret_cast<const uint2*>(token + mine % GROUPS * TOKEN::GROUP_BYTES + 2 * GROUP_SIZE);
+                const f16* const scales = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
+                low_scale = f16_to_float(scales[0]), high_scale = f16_to_float(scales[8]);
+                uint4 w[BATCH][2];
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u) {
+                    const uint4* const codes = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES) + lane;
+#pragma unroll
+                    for (int chunk = 0; chunk < 2; ++chunk) {
+                        w[u][chunk] = codes[chunk * WARP];
+                        load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
+                    }
                 }
 #pragma unroll
-                for (int u = 0; u < STAGE_UNITS; ++u) c[u] = x[u].times(w[u]);
+                for (int u = 0; u < BATCH; ++u) {
+#pragma unroll
+                    for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones[chunk], sixteens[chunk], w[u][chunk], x[u][chunk]);
+                }
             }
-            // Behind the products, so that these are under way meanwhile.
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
             if (lane == 0) barrier_arrive(&shared.empty[slot]);
-            if (++slot == STAGES) slot = 0, parity ^= 1;
-            if (some) {
+            if (unit >= block.units) continue;
+            const float scale = __uint_as_float(of.x);
+            const int eights = int(of.y);
+            const bool counts = unit + t < block.units;
+            int sum[4];
 #pragma unroll
-                for (int u = 0; u < STAGE_UNITS; ++u) {
-                    if (unit + u >= block.units) break;
-                    if (u > 0 && group + u == GROUPS) next_tile();
-                    low += f16_to_float(scale[u][0]) * c[u].x;
-                    high += f16_to_float(scale[u][1]) * c[u].y;
-                }
-                group += TURN;
-            }
+            for (int e = 0; e < 4; ++e) sum[e] = 16 * (ones[0][e] + ones[1][e]) + (sixteens[0][e] + sixteens[1][e]);
+            float low = scale * float(256 * sum[0] + sum[1] + eights) * low_scale;
+            float high = scale * float(256 * sum[2] + sum[3] + eights) * high_scale;
+            low = counts ? low : 0.0f, high = counts ? high : 0.0f;
+            const int tile = (first + unit) / GROUPS;
+            const bool next = mine >= (tile + 1) * GROUPS;
+            add_quad(sums + tile * TILE_ROWS, next ? 0.0f : low, next ? 0.0f : high, t);
+            if ((first + min_int(unit + BATCH, block.units) - 1) / GROUPS > tile)
+                add_quad(sums + (tile + 1) * TILE_ROWS, next ? low : 0.0f, next ? high : 0.0f, t);
         }
-        if (t == 0 && warp * STAGE_UNITS < block.units) sums[0] = low, sums[8] = high;
+        stage += stages;
+    }
+
+    // += the sums over a quad's lanes.
+    static __device__ __forceinline__ void add_quad(float* sums, float low, float high, int t) {
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2) {
+            low += __shfl_xor_sync(0xffffffffu, low, offset);
+            high += __shfl_xor_sync(0xffffffffu, high, offset);
+        }
+        if (t == 0) sums[0] += low, sums[8] += high;
     }
 };
 
@@ -421,9 +530,9 @@ __device__ __forceinline__ float result(float value, Fault* fault, int kernel, i
 }
 
 template <typename Split>
-__device__ __forceinline__ void store_pieces(const Shared& shared, const Run& run, int rows, float scale, float* out,
+__device__ __forceinline__ void store_pieces(const Shared& shared, const Run& run, int number, int rows, float scale, float* out,
                                              Fault* fault, int kernel, int layer) {
-    stored_pieces<Split>(run, threadIdx.x, THREADS, rows, [&](int i, int at) {
+    stored_pieces<Split>(run, number, threadIdx.x, THREADS, rows, [&](int i, int at) {
         out[at] = result(scale * row_sum(shared, i / TILE_ROWS, i % TILE_ROWS), fault, kernel, layer);
     });
 }
@@ -443,29 +552,83 @@ __device__ __forceinline__ float inverse_rms(const float* squares) {
     return rsqrtf(sum * (1.0f / HIDDEN) + EPS);
 }
 
-__device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2LayersArgs& a, int layer) {
-    const Run tiles = shared.block.gate_up;
-    const float inverse = inverse_rms(shared.squares);
-    for (int i = threadIdx.x; i < tiles.units * TILE_COLUMNS; i += THREADS) {
-        const int column = i % TILE_COLUMNS;
-        const float gate = inverse * row_sum(shared, i / TILE_COLUMNS, column);
-        const float up = inverse * row_sum(shared, i / TILE_COLUMNS, column + TILE_COLUMNS);
+__device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2LayersArgs& a, float inverse, int i) {
+    f16* const out = inner_of(a, i) + shared.block.gate_up.first * TILE_COLUMNS;
+    for (int at = threadIdx.x; at < shared.block.gate_up.units * TILE_COLUMNS; at += THREADS) {
+        const int column = at % TILE_COLUMNS;
+        const float gate = inverse * row_sum(shared, at / TILE_COLUMNS, column);
+        const float up = inverse * row_sum(shared, at / TILE_COLUMNS, column + TILE_COLUMNS);
         const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
         const bool finite = (value & 0x7c00) != 0x7c00;
-        if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, layer);
-        a.inner[tiles.first * TILE_COLUMNS + i] = finite ? value : f16(0x7fff);
+        if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer + i);
+        out[at] = finite ? value : f16(0x7fff);
     }
 }
 
+// The sums that a block makes of the residual: its columns of it plus all pieces, to all blocks. One warp, behind a barrier
+// that is behind the block's last use of what the words stored here say that it has read.
+//
+// Why so: each block would else read all pieces of all columns, several times as much.
 struct OPieces {
+    static constexpr int MOST = PARTS;
     static __device__ __forceinline__ constexpr int of_row(int) { return PARTS; }
+    static __device__ __forceinline__ constexpr bool there(int, int) { return true; }
+};
+struct DownPieces {  // piece p of part n is number n + p * PARTS
+    static constexpr int MOST = PARTS * DOWN_PIECES;
+    static __device__ __forceinline__ bool there(int row, int number) { return number / PARTS < DownSplit::of_row(row); }
 };
 
-// The residual's columns that a thread has, all through the launch.
+template <typename Split>
+__device__ __forceinline__ void add_up(Shared& shared, const float* pieces, float* out, bool flagged, Polling& polling, int kernel,
+                                       int layer) {
+    constexpr int STRANDS = 4, EACH = ceil_div(Split::MOST, STRANDS), ACROSS = WARP / STRANDS;
+    const int lane = threadIdx.x % WARP, strand = lane / ACROSS;
+    const Run quads = shared.block.quads;
+    for (int first = 0; first < quads.units; first += ACROSS) {
+        const int q = first + lane % ACROSS, column = (quads.first + q) * 4;
+        uint4 part[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int number = strand + e * STRANDS;
+            part[e] = unready_if(q < quads.units && number < Split::MOST && Split::there(column, number));
+        }
+        bool ready;
+        do {
+            ready = true;
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const int number = strand + e * STRANDS, place = number % PARTS * (Split::MOST / PARTS) + number / PARTS;
+                if (!floats_there(part[e])) part[e] = load_flagged_16(pieces + place * HIDDEN + column);
+            }
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) ready = ready && floats_there(part[e]);
+        } while (polling.again(ready, kernel, layer));
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            sum.x += __uint_as_float(part[e].x), sum.y += __uint_as_float(part[e].y);
+            sum.z += __uint_as_float(part[e].z), sum.w += __uint_as_float(part[e].w);
+        }
+#pragma unroll
+        for (int offset = ACROSS; offset < WARP; offset *= 2) {
+            sum.x += __shfl_xor_sync(0xffffffffu, sum.x, offset), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, offset);
+            sum.z += __shfl_xor_sync(0xffffffffu, sum.z, offset), sum.w += __shfl_xor_sync(0xffffffffu, sum.w, offset);
+        }
+        if (strand == 0 && q < quads.units) {
+            const float4 x = plus(shared.x[q], sum);
+            shared.x[q] = x;
+            *reinterpret_cast<float4*>(out + column) =
+                flagged ? make_float4(ready_float(x.x), ready_float(x.y), ready_float(x.z), ready_float(x.w)) : x;
+        }
+        __syncwarp();  // the sums are there for the next time
+    }
+}
+
+// A row of the residual as the token.
 struct Row {
     static constexpr int EIGHTS = (HIDDEN / 8 + THREADS - 1) / THREADS;
 
-    float x[EIGHTS][8];
     uint4 norm[EIGHTS];
 
     static __device__ __forceinline__ int column(int i) { return (i * THREADS + int(threadIdx.x)) * 8; }
@@ -476,77 +639,50 @@ struct Row {
             norm[i] = column(i) < HIDDEN ? load_weights(from + column(i)) : make_uint4(0, 0, 0, 0);
     }
 
-    __device__ __forceinline__ void load(const float* residual) {
+    // x * norm as the token, as soon as x is there, and the squares' sums: what makes it rms(x, norm) is the same factor for
+    // all columns, and multiplies results (inverse_rms). Ends with a barrier: both are there for all.
+    __device__ __forceinline__ void enter(Shared& shared, const float* from, Polling& polling, int kernel, int layer) const {
+        const int odd = threadIdx.x % 2;
+        uint4 x[EIGHTS][2];
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            const bool there = column(i) < HIDDEN;
-            const float4* const from = reinterpret_cast<const float4*>(residual + column(i));
-            const float4 a = there ? __ldcg(from) : make_float4(0, 0, 0, 0), b = there ? __ldcg(from + 1) : a;
-            x[i][0] = a.x, x[i][1] = a.y, x[i][2] = a.z, x[i][3] = a.w;
-            x[i][4] = b.x, x[i][5] = b.y, x[i][6] = b.z, x[i][7] = b.w;
-        }
-    }
-
-    // x += pieces, as soon as they are there. Only what has not come is read again: all blocks poll, and L2 has others to serve.
-    template <typename Split, int COUNT>
-    __device__ __forceinline__ void add(const float* pieces, Polling& polling, int kernel, int layer) {
+        for (int i = 0; i < EIGHTS; ++i) x[i][0] = x[i][1] = unready_if(column(i) < HIDDEN);
+        bool ready;
+#ifdef D_FIRST
+        if (threadIdx.x >= WARP) __nanosleep(D_FIRST);
+#endif
+#ifdef D_SENT
+        await_words<GEMV_BLOCKS>(GEMV_BLOCKS, [&](int b) { const Run r = part_of(Run{0, QUADS}, b, GEMV_BLOCKS); return from + (r.first + r.units) * 4 - 1; }, polling, kernel, layer);
+#endif
+        do {
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            uint4 part[COUNT][2];
-            const int awaited = column(i) < HIDDEN ? Split::of_row(column(i)) : 0;
+            for (int i = 0; i < EIGHTS; ++i) {
 #pragma unroll
-            for (int p = 0; p < COUNT; ++p) part[p][0] = part[p][1] = unready_if(p < awaited);
-            bool ready;
-            do {
-#pragma unroll
-                for (int p = 0; p < COUNT; ++p) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        if (!floats_there(part[p][half]))
-                            part[p][half] = load_flagged_16(pieces + p * HIDDEN + column(i) + 4 * half);
-                }
-                ready = true;
-#pragma unroll
-                for (int p = 0; p < COUNT; ++p) ready = ready && floats_there(part[p][0]) && floats_there(part[p][1]);
-            } while (polling.again(ready, kernel, layer));
-#pragma unroll
-            for (int p = 0; p < COUNT; ++p) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    x[i][4 * half] += __uint_as_float(part[p][half].x);
-                    x[i][4 * half + 1] += __uint_as_float(part[p][half].y);
-                    x[i][4 * half + 2] += __uint_as_float(part[p][half].z);
-                    x[i][4 * half + 3] += __uint_as_float(part[p][half].w);
-                }
+                for (int half = 0; half < 2; ++half)  // what two lanes load together lies together
+                    if (!floats_there(x[i][half])) x[i][half] = load_flagged_16(from + column(i) + 8 * half - 4 * odd);
             }
-        }
-    }
-
-    // Blocks store it in turns.
-    __device__ __forceinline__ void store(float* out) const {
+            ready = true;
+#pragma unroll
+            for (int i = 0; i < EIGHTS; ++i) ready = ready && floats_there(x[i][0]) && floats_there(x[i][1]);
+        } while (polling.again(ready, kernel, layer));
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
-            const int c = column(i);
-            if (c < HIDDEN && c / 8 % GEMV_BLOCKS == int(blockIdx.x)) {
-                float4* const to = reinterpret_cast<float4*>(out + c);
-                to[0] = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
-                to[1] = make_float4(x[i][4], x[i][5], x[i][6], x[i][7]);
-            }
+            uint4 other = odd ? x[i][0] : x[i][1];
+            other.x = __shfl_xor_sync(0xffffffffu, other.x, 1), other.y = __shfl_xor_sync(0xffffffffu, other.y, 1);
+            other.z = __shfl_xor_sync(0xffffffffu, other.z, 1), other.w = __shfl_xor_sync(0xffffffffu, other.w, 1);
+            x[i][0] = odd ? other : x[i][0], x[i][1] = odd ? x[i][1] : other;
         }
-    }
-
-    // x * norm as the token, and the squares' sums: what makes it rms(x, norm) is the same factor for all columns, and
-    // multiplies results (inverse_rms). Ends with a barrier: both are there for all.
-    __device__ __forceinline__ void enter(Shared& shared) const {
+        MARK(layer, kernel == KERNEL_QKV ? 0 : 13);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
             const float2 n[4] = {unpack_f16(norm[i].x), unpack_f16(norm[i].y), unpack_f16(norm[i].z), unpack_f16(norm[i].w)};
+            const uint32_t words[8] = {x[i][0].x, x[i][0].y, x[i][0].z, x[i][0].w, x[i][1].x, x[i][1].y, x[i][1].z, x[i][1].w};
             float weighed[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                weighed[j] = x[i][j] * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
-                sum += x[i][j] * x[i][j];
+                const float y = __uint_as_float(words[j]);
+                weighed[j] = y * (j % 2 == 0 ? n[j / 2].x : n[j / 2].y);
+                sum += y * y;
             }
             TOKEN::store(shared.token, column(i), weighed, column(i) < HIDDEN);
         }
@@ -556,12 +692,18 @@ struct Row {
     }
 };
 
-// inner as the token, as soon as it is there. Ends with a barrier.
+// The part's columns of inner as the token, as soon as they are there. Ends with a barrier.
 __device__ __forceinline__ void take_inner(Shared& shared, const f16* inner, Polling& polling, int layer) {
-    constexpr int EIGHTS = (padded(INNER) / 8 + THREADS - 1) / THREADS;
+    constexpr int EIGHTS = (DOWN_COLUMNS / 8 + THREADS - 1) / THREADS;
+#ifdef D_SENT
+    const int first_block = shared.block.part.number * PART_BLOCKS;
+    await_words<PART_BLOCKS>(PART_BLOCKS, [&](int b) {
+        const Run r = part_of(Run{0, GATE_UP_TILES}, first_block + b, GEMV_BLOCKS), own = part_of(Run{0, GATE_UP_TILES}, first_block, GEMV_BLOCKS);
+        return inner + max_int((r.first + r.units - own.first) * TILE_COLUMNS, 2) - 2; }, polling, KERNEL_DOWN, layer);
+#endif
     uint4 x[EIGHTS];
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) x[i] = unready_if((i * THREADS + int(threadIdx.x)) * 8 < padded(INNER));
+    for (int i = 0; i < EIGHTS; ++i) x[i] = unready_if((i * THREADS + int(threadIdx.x)) * 8 < DOWN_COLUMNS);
     bool ready;
     do {
 #pragma unroll
@@ -571,10 +713,11 @@ __device__ __forceinline__ void take_inner(Shared& shared, const f16* inner, Pol
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) ready = ready && halves_there(x[i]);
     } while (polling.again(ready, KERNEL_DOWN, layer));
+    MARK(layer, 19);
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
         const int column = (i * THREADS + int(threadIdx.x)) * 8;
-        store_halves(shared.inner, column, x[i], column < padded(INNER));
+        store_halves(shared.inner, column, x[i], column < DOWN_COLUMNS);
     }
     meet();  // all of the token is there
 }
@@ -595,8 +738,8 @@ struct Copies {
         known = entry(table, span, threadIdx.x % WARP);
     }
 
-    // The warp's page number `turn`.
-    __device__ __forceinline__ void send(const Qwen2LayersArgs& a, Shared& shared, int i, int turn) {
+    // The keys or the values of the warp's page number `turn`.
+    __device__ __forceinline__ void send(const Qwen2LayersArgs& a, Shared& shared, int i, int turn, bool values) {
         const int warp = threadIdx.x / WARP;
         if (turn < known_from || turn >= known_from + WARP) {
             known_from = turn / WARP * WARP;
@@ -607,17 +750,17 @@ struct Copies {
         if (threadIdx.x % WARP > 0) return;
         const int bytes = (warp == 0 && turn == 0 ? shared.span.own : PAGE) * ROW_BYTES;
         const int64_t from = (int64_t(page) * KV_HEADS + shared.block.place.kv_head) * (PAGE * HEAD_SIZE);
-        barrier_expect(&shared.k_full[warp], bytes);
-        barrier_expect(&shared.v_full[warp], bytes);
-        if (bytes > 0) {
-            bulk_load(shared.pages[warp], a.k_pages[i] + from, bytes, &shared.k_full[warp]);
-            bulk_load(shared.pages[warp] + PAGE_BYTES, a.v_pages[i] + from, bytes, &shared.v_full[warp]);
-        }
+        uint64_t* const full = values ? &shared.v_full[warp] : &shared.k_full[warp];
+        barrier_expect(full, bytes);
+        if (bytes > 0)
+            bulk_load(shared.pages[warp] + (values ? PAGE_BYTES : 0), (values ? a.v_pages[i] : a.k_pages[i]) + from, bytes, full);
     }
 
     // The layer's first pages. Whatever lay there has been read, and a barrier is behind that.
     __device__ __forceinline__ void send_first(const Qwen2LayersArgs& a, Shared& shared, int i) {
-        if (int(threadIdx.x) / WARP < min_int(SLOTS, shared.span.count)) send(a, shared, i, 0);
+        if (int(threadIdx.x) / WARP >= min_int(SLOTS, shared.span.count)) return;
+        send(a, shared, i, 0, false);
+        send(a, shared, i, 0, true);
     }
 };
 
@@ -721,13 +864,19 @@ __device__ __forceinline__ void attend(const Qwen2LayersArgs& a, Shared& shared,
         for (int page = warp, turn = 0; page < span.count; page += SLOTS, ++turn) {
             barrier_wait(&shared.k_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);
             softmax.keys(line, shared.q, page == 0 ? span.own : PAGE);
+            const bool more = page + SLOTS < span.count;
+            if (more) {
+                reads_before_copies();
+                __syncwarp();  // every lane has read the keys
+                copies.send(a, shared, i, turn + 1, false);
+            }
             barrier_wait(&shared.v_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);
             softmax.values(line);
             parity ^= 1;
-            if (page + SLOTS < span.count) {
+            if (more) {
                 reads_before_copies();
-                __syncwarp();  // every lane has read the page
-                copies.send(a, shared, i, turn + 1);
+                __syncwarp();  // and the values
+                copies.send(a, shared, i, turn + 1, true);
             }
         }
         softmax.end();
@@ -738,22 +887,27 @@ __device__ __forceinline__ void attend(const Qwen2LayersArgs& a, Shared& shared,
         if (lane < STATISTICS)
             shared.own[warp][lane] = make_float4(softmax.top[0], softmax.sum[0], softmax.top[1], softmax.sum[1]);
     }
+    MARK(i, 6);
     meet();  // all warps' sums are there
     f16* const halves = reinterpret_cast<f16*>(shared.q);
     uint4* const record = a.partials + int64_t(shared.block.place.kv_head * SPANS + shared.block.place.span) * RECORD_PIECES;
     if (threadIdx.x < ITEMS) {
         float4 all = make_float4(none(), 0.0f, none(), 0.0f), o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int w = 0; w < active; ++w) {
+#pragma unroll
+        for (int w = 0; w < SLOTS; ++w) {
+            if (w >= active) break;
             const float4 one = shared.own[w][threadIdx.x % STATISTICS];
             all.x = fmaxf(all.x, one.x), all.z = fmaxf(all.z, one.z);
         }
-        for (int w = 0; w < active; ++w) {
+#pragma unroll
+        for (int w = 0; w < SLOTS; ++w) {
+            if (w >= active) break;
             const float4 one = shared.own[w][threadIdx.x % STATISTICS];
             const float2 weight = make_float2(exp2_fast(one.x - all.x), exp2_fast(one.z - all.z));
             all.y = fmaf(weight.x, one.y, all.y), all.w = fmaf(weight.y, one.w, all.w);
             o = weighted(o, reinterpret_cast<const float4*>(shared.pages[w])[threadIdx.x], weight);
         }
-        const float2 inverse = make_float2(1.0f / all.y, 1.0f / all.w);
+        const float2 inverse = make_float2(__frcp_rn(all.y), __frcp_rn(all.w));
         const int query = threadIdx.x % 4 * 2, dim = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
         f16* const to = halves + query * HEAD_SIZE + dim;
         if (query < GROUP) to[0] = float_to_f16(o.x * inverse.x), to[8] = float_to_f16(o.z * inverse.x);
@@ -775,6 +929,14 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
     const uint4* const records =
         a.partials + int64_t(shared.block.part.number * PART_HEADS + piece / HEAD_PIECES) * (SPANS * RECORD_PIECES);
     float acc[8] = {}, top = none(), sum = 0.0f;
+#ifdef D_SENT
+    await_words<SPANS * PART_HEADS>(spans * PART_HEADS, [&](int n) {
+        return reinterpret_cast<const uint32_t*>(a.partials + int64_t((shared.block.part.number * PART_HEADS + n / spans) * SPANS + n % spans) * RECORD_PIECES + HEAD_PIECES) - 1;
+    }, polling, KERNEL_O_PROJ, layer);
+#endif
+#ifdef D_MERGE
+    if (shared.span.count == 0) __nanosleep(D_MERGE);
+#endif
     for (int from = 0; from < spans; from += SETS * AT_ONCE) {
         uint4 x[AT_ONCE];
         uint2 statistics[AT_ONCE];
@@ -813,6 +975,7 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
             sum = fmaf(sum, factor, weight);
         }
     }
+    MARK(layer, 8);
     shared.merge.sums[0][threadIdx.x] = make_float4(acc[0], acc[1], acc[2], acc[3]);
     shared.merge.sums[1][threadIdx.x] = make_float4(acc[4], acc[5], acc[6], acc[7]);
     shared.merge.statistics[threadIdx.x] = make_float2(top, sum);
@@ -849,13 +1012,12 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
 // ---- The launch ----
 
 __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared) {
-    Stream stream{shared, a.fault, 0, 0};
+    Stream stream{shared, a.fault, 0};
     Polling polling{a.fault, 0};
     Row row;
     row.load_norm(a.input_norm[0]);
     pdl_wait();  // the residual, the position and its page
     pdl_trigger();
-    row.load(a.residual);
     const int position = __ldcg(a.positions);
     if (threadIdx.x == 0) shared.span.find(a.page_table, position, shared.block.place);
     if (threadIdx.x < HEAD_SIZE / 2) {
@@ -863,6 +1025,8 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         sincospif(2.0f * turns_of(position, __ldg(a.inverse_frequencies + threadIdx.x)), &sine, &cosine);
         shared.rope[threadIdx.x] = make_float2(cosine, sine);
     }
+    for (int q = threadIdx.x; q < shared.block.quads.units; q += THREADS)
+        shared.x[q] = __ldcg(reinterpret_cast<const float4*>(a.residual) + shared.block.quads.first + q);
     meet();  // the span is there
     Copies copies;
     copies.begin(a.page_table, shared.span);
@@ -878,56 +1042,75 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
 
     for (int i = 0; i < a.layers; ++i) {
         const int layer = a.layer + i;
-        row.enter(shared);
+        row.enter(shared, i == 0 ? a.residual : end_of(a, i - 1), polling, KERNEL_QKV, layer);
+        MARK(i, 1);
         phase_resumed(i, QKV);
-        entered();
+        float inverse = inverse_rms(shared.squares);
         stream.multiply<QKV>(shared.token, layer);
+        MARK(i, 2);
         meet();  // every warp's sums are there, and none needs the token
-        await_clearing(layer);
-        store_pieces<QkvSplit>(shared, shared.block.units[QKV], QKV_ROWS, inverse_rms(shared.squares), a.qkv_pieces, a.fault,
-                               KERNEL_QKV, layer);
+        MARK(i, 3);
+        store_pieces<QkvSplit>(shared, shared.block.units[QKV], blockIdx.x, QKV_ROWS, inverse, a.qkv_pieces,
+                               a.fault, KERNEL_QKV, layer);
+        MARK(i, 4);
         phase_ended(i, QKV);
 
         row.load_norm(a.post_norm[i]);
         if (shared.span.count > 0) {
             take_qkv(a, shared, i, polling);
+            MARK(i, 5);
             phase_resumed(i, ATTENTION);
             attend(a, shared, copies, i, page_parity);
         }
+        MARK(i, 7);
         phase_ended(i, ATTENTION);
 
         merge(a, shared, polling, layer);
+        MARK(i, 9);
         phase_resumed(i, O_PROJ);
         stream.multiply<O_PROJ>(shared.token, layer);
+        MARK(i, 10);
         meet();  // as above
+        MARK(i, 11);
         store_o(shared, a, layer);
+        MARK(i, 12);
         phase_ended(i, O_PROJ);
 
-        row.add<OPieces, PARTS>(a.o_pieces, polling, KERNEL_GATE_UP, layer);
-        row.enter(shared);
+        if (threadIdx.x < WARP) add_up<OPieces>(shared, a.o_pieces, middle_of(a, i), true, polling, KERNEL_GATE_UP, layer);
+        row.enter(shared, middle_of(a, i), polling, KERNEL_GATE_UP, layer);
+        MARK(i, 14);
         phase_resumed(i, GATE_UP);
         entered();
+        inverse = inverse_rms(shared.squares);
         stream.multiply<GATE_UP>(shared.token, layer);
+        MARK(i, 15);
         meet();  // as above
+        MARK(i, 16);
         await_clearing(layer);
-        store_inner(shared, a, layer);
+        MARK(i, 17);
+        store_inner(shared, a, inverse, i);
+        MARK(i, 18);
         phase_ended(i, GATE_UP);
 
         if (i + 1 < a.layers) row.load_norm(a.input_norm[i + 1]);
-        take_inner(shared, a.inner, polling, layer);
+        take_inner(shared, inner_of(a, i) + shared.block.part.number * DOWN_COLUMNS, polling, layer);
+        MARK(i, 20);
         phase_resumed(i, DOWN);
-        entered();
         stream.multiply<DOWN>(shared.inner, layer);
         reads_before_copies();  // of what lay where pages come now
+        MARK(i, 21);
         meet();                 // as above
+        MARK(i, 22);
         if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);
-        await_clearing(layer);
-        store_pieces<DownSplit>(shared, shared.block.units[DOWN], HIDDEN, 1.0f / INNER_SCALE, a.down_pieces, a.fault,
-                                KERNEL_DOWN, layer);
+        store_pieces<DownSplit>(shared, shared.block.units[DOWN], shared.block.part.index, HIDDEN, 1.0f / INNER_SCALE,
+                                down_of(a, i) + shared.block.part.number * (DOWN_PIECES * HIDDEN), a.fault, KERNEL_DOWN, layer);
+        MARK(i, 23);
         phase_ended(i, DOWN);
-        row.add<DownSplit, DOWN_PIECES>(a.down_pieces, polling, KERNEL_QKV, layer);
+        if (threadIdx.x < WARP) {
+            const bool last = i + 1 == a.layers;
+            add_up<DownPieces>(shared, down_of(a, i), last ? a.residual_out : end_of(a, i), !last, polling, KERNEL_QKV, layer);
+        }
     }
-    row.store(a.residual_out);
 }
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const __grid_constant__ Qwen2LayersArgs a) {
@@ -938,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
         shared.block.find();
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(&shared.full[s], 1);
-            barrier_init(&shared.empty[s], WARPS);
+            barrier_init(&shared.empty[s], TEAM);
         }
         for (int s = 0; s < SLOTS; ++s) {
             barrier_init(&shared.k_full[s], 1);
@@ -949,12 +1132,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
         barrier_init_fence();
     }
     __syncthreads();  // the barriers are there, and what the block has
+    // A block gets 96 registers a thread: of 20 warps, five share those of a quarter of the multiprocessor.
+    static_assert(WARPS * 112 + 4 * 32 <= (WARPS + 4) * 96, "what one warp takes another one must have given");
     if (warp < WARPS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
         compute(a, shared);
         return;
     }
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-    if (threadIdx.x == THREADS) Feed{a, shared, evict_first(), 0}.send_all();
-    if (warp == WARPS + 1) Clear{a, shared, 0}.run();
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (threadIdx.x == THREADS) Feed{a, shared, evict_first(), 0, {0, QKV, 0}}.send_all();
+    if (warp == WARPS + 1) Clear{a, shared}.run();
 }

@@ -46,16 +46,10 @@ def runs_of(layers: int, most: int = QWEN2_LAYERS) -> tuple[range, ...]:
 
 def handed_parts(d: Qwen2Dims, form: Form) -> dict[str, int]:
     """Bytes of what a launch hands on, in the order in which it lies."""
+    if form == "layers":
+        return qwen2_layers.handed(d)
     row = d.hidden * 4
     inner, down = padded(d.inner) * HALF, pieces(d.hidden, d.inner) * row
-    if form == "layers":
-        return {
-            "qkv_pieces": pieces(d.qkv_rows, d.hidden) * d.qkv_rows * 4,
-            "partials": d.kv_heads * qwen2_layers.spans(d) * qwen2_layers.record_bytes(d),
-            "o_pieces": qwen2_layers.parts(d) * row,
-            "inner": inner,
-            "down_pieces": down,
-        }
     return {"o_pieces": pieces(d.hidden, d.q_width) * row, "down_pieces": down, "inner": inner}
 
 

@@ -108,6 +108,16 @@ __device__ __forceinline__ void mma_u8_s8(int (&c)[4], uint32_t a0, uint32_t a1,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Both digits of a token's columns of a chunk times a lane's 16 bytes of codes: of the codes in the lower halves of bytes, plus
+// 8, into ones; of those in the upper halves, times 16 and plus 128, into sixteens.
+__device__ __forceinline__ void multiply_codes(int (&ones)[4], int (&sixteens)[4], uint4 a, uint4 b) {
+    constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0xf0f0f0f0u, PLUS_8 = 0x08080808u, PLUS_128 = 0x80808080u;
+    mma_u8_s8(ones, int4_pick(a.x, LOWER, PLUS_8), int4_pick(a.y, LOWER, PLUS_8), int4_pick(a.z, LOWER, PLUS_8),
+              int4_pick(a.w, LOWER, PLUS_8), b.x, b.y);
+    mma_u8_s8(sixteens, int4_pick(a.x, UPPER, PLUS_128), int4_pick(a.y, UPPER, PLUS_128), int4_pick(a.z, UPPER, PLUS_128),
+              int4_pick(a.w, UPPER, PLUS_128), b.z, b.w);
+}
+
 // The larger magnitude, or NaN where one is.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     float y;
@@ -181,16 +191,9 @@ struct Digits {
         }
 
         __device__ __forceinline__ float2 times(const uint4 (&w)[2]) const {
-            constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0xf0f0f0f0u, PLUS_8 = 0x08080808u, PLUS_128 = 0x80808080u;
             int ones[4] = {}, sixteens[4] = {};  // lanes 4g have in [0] and [1] row g's high and low digit
 #pragma unroll
-            for (int chunk = 0; chunk < 2; ++chunk) {
-                const uint4 a = w[chunk], b = x[chunk];
-                mma_u8_s8(ones, int4_pick(a.x, LOWER, PLUS_8), int4_pick(a.y, LOWER, PLUS_8),
-                          int4_pick(a.z, LOWER, PLUS_8), int4_pick(a.w, LOWER, PLUS_8), b.x, b.y);
-                mma_u8_s8(sixteens, int4_pick(a.x, UPPER, PLUS_128), int4_pick(a.y, UPPER, PLUS_128),
-                          int4_pick(a.z, UPPER, PLUS_128), int4_pick(a.w, UPPER, PLUS_128), b.z, b.w);
-            }
+            for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones, sixteens, w[chunk], x[chunk]);
             const float scale = __uint_as_float(of.x);
             const int eights = int(of.y);
             return make_float2(

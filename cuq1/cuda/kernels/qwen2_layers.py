@@ -4,24 +4,28 @@ from cuq1.cuda.abi import Qwen2LayersArgs
 from cuq1.cuda.kernels.qwen2_gemv import common
 from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.kernel import Kernel
-from cuq1.plan.qwen2_dims import GROUP, PAGE, TILE, UNIT_BYTES, Qwen2Dims, padded, tiles
+from cuq1.plan.qwen2_dims import GROUP, PAGE, TILE, UNIT_BYTES, Qwen2Dims, padded, pieces, tiles
 
 WARPS = 16  # that multiply
-UNITS = 2  # of a warp in a stage of the ring
-MAX_STAGES = 4
-AHEAD = 2  # stages that may be on their way at once
-SLOTS = 7  # pages that a block holds at once, each a warp's
+UNITS = 32  # of a stage of the ring
+MAX_STAGES = 5
+EARLY_DOWN = 1
+AHEAD, EARLY = 2, 1  # stages that may be on their way at once: of the phase at hand, and before it is
+SLOTS = 4  # pages that a block holds at once, each a warp's
 SPAN_PAGES = 4  # of a block in attention, where there are blocks enough
 MAX_SPANS = 33  # of a KV head's positions
 PARTS = 4  # of o_proj's columns, at the most
+PREFETCH, PREFETCH_CYCLES = 0, 1700
 SHARED = 232448  # bytes that a block may have
 STATISTICS = 64  # bytes behind a partial result's halves: eight queries' maximum and sum
 
 
 def parts(dims: Qwen2Dims) -> int:
-    """Parts of o_proj's columns, each some KV heads' queries, that blocks share out; 0 where they are no whole groups."""
-    fit = (n for n in range(min(PARTS, dims.kv_heads), 0, -1) if dims.kv_heads % n == 0)
-    return next((n for n in fit if dims.q_width % (n * GROUP) == 0), 0)
+    """Parts of o_proj's and down's columns, each some KV heads' queries, that blocks share out; 0 where these are no whole
+    groups."""
+    groups = dims.q_width / GROUP, padded(dims.inner) // GROUP
+    fit = (n for n in (4, 2, 1) if n <= min(PARTS, dims.kv_heads) and dims.kv_heads % n == 0)
+    return next((n for n in fit if all(count % n == 0 for count in groups)), 0)
 
 
 def spans(dims: Qwen2Dims) -> int:
@@ -34,12 +38,28 @@ def record_bytes(dims: Qwen2Dims) -> int:
     return dims.group * dims.head_size * 2 + STATISTICS
 
 
+def down_pieces(dims: Qwen2Dims) -> int:
+    """The most blocks of a part that share a tile of down's columns of it."""
+    return pieces(dims.hidden, padded(dims.inner) // parts(dims), MULTIPROCESSORS // parts(dims))
+
+
+def handed(dims: Qwen2Dims) -> dict[str, int]:
+    """Bytes of what blocks hand to one another, by the names of the arguments: NOT_READY before a launch."""
+    row = dims.hidden * 4
+    return {
+        "qkv_pieces": pieces(dims.qkv_rows, dims.hidden) * dims.qkv_rows * 4,
+        "partials": dims.kv_heads * spans(dims) * record_bytes(dims),
+        "o_pieces": parts(dims) * row,
+        "rows_handed": 4 * row,
+        "inner": 2 * padded(dims.inner) * 2,
+        "down_pieces": 2 * parts(dims) * down_pieces(dims) * row,
+    }
+
+
 def fits(dims: Qwen2Dims) -> bool:
-    """Whether a model's layers can be one launch: every block has units of q, k and v, of gate and up, and of down,
-    which is how blocks know that all have read what is cleared; and o_proj's columns can be shared out."""
-    units = (tiles(dims.qkv_rows) * (padded(dims.hidden) // GROUP), tiles(dims.hidden) * (padded(dims.inner) // GROUP))
-    enough = min(*units, dims.gate_up_tiles) >= MULTIPROCESSORS
-    return enough and parts(dims) > 0 and dims.hidden % GROUP == 0 and dims.group <= 8
+    """Whether a model's layers can be one launch: every block adds up some of the residual's columns, which is how blocks
+    hear of each other, and o_proj's and down's columns can be shared out."""
+    return dims.hidden // 4 >= MULTIPROCESSORS and parts(dims) > 0 and dims.hidden % GROUP == 0 and dims.group <= 8
 
 
 def layers(dims: Qwen2Dims) -> Kernel:
@@ -54,33 +74,37 @@ def layers(dims: Qwen2Dims) -> Kernel:
     if not fits(dims):
         raise ValueError(f"these sizes leave a block without work in a phase, or cut groups: {dims}")
     fixed = _fixed_smem(dims)
-    stages = min(MAX_STAGES, (SHARED - fixed) // _STAGE_BYTES)
+    stages = min(MAX_STAGES, (SHARED - fixed) // (UNITS * UNIT_BYTES))
     own = (
         ("GROUP", dims.group),
         ("WARPS", WARPS),
         ("STAGE_UNITS", UNITS),
         ("STAGES", stages),
         ("AHEAD", min(AHEAD, stages)),
+        ("EARLY", min(EARLY, stages)),
+        ("EARLY_DOWN", min(EARLY_DOWN, stages)),
         ("TOKEN", "Digits"),
         ("SLOTS", SLOTS),
         ("SPAN_PAGES", SPAN_PAGES),
         ("SPANS", spans(dims)),
         ("PARTS", parts(dims)),
-        ("SMEM", fixed + stages * _STAGE_BYTES),
+        ("DOWN_PIECES", down_pieces(dims)),
+        ("PREFETCH", PREFETCH),
+        ("PREFETCH_CYCLES", PREFETCH_CYCLES),
+        ("SMEM", fixed + stages * (UNITS * UNIT_BYTES)),
     )
     return Kernel(
         "qwen2_layers.cu",
         "qwen2_layers",
         Qwen2LayersArgs,
-        (*common(dims), *own),
+        (*(d for d in common(dims) if d[0] not in ("O_PIECES", "DOWN_PIECES")), *own),
         (MULTIPROCESSORS, 1, 1),
         (WARPS + 4) * 32,
-        smem=fixed + stages * _STAGE_BYTES,
+        smem=fixed + stages * (UNITS * UNIT_BYTES),
         max_registers=112,
     )
 
 
-_STAGE_BYTES = WARPS * UNITS * UNIT_BYTES
 _BARRIERS = 512  # bytes, with what the block has, and what aligns them
 
 
@@ -91,21 +115,20 @@ def _token_bytes(k: int) -> int:
 def _fixed_smem(dims: Qwen2Dims) -> int:
     """All but the ring: kernels_cu/qwen2_layers.cu's Shared."""
     most = MULTIPROCESSORS
-    turns = max(SLOTS * 2 * PAGE * dims.head_size * 2, WARPS * 32 * 40, _token_bytes(dims.inner))
-    token = _token_bytes(max(dims.hidden, dims.q_width // parts(dims)))
+    turns = max(SLOTS * 2 * PAGE * dims.head_size * 2, WARPS * 32 * 40, _token_bytes(padded(dims.inner) // parts(dims)))
+    token = max(_token_bytes(max(dims.hidden, dims.q_width // parts(dims))), dims.head_size // 16 * 33 * 16)
 
-    def touched(rows: int, k: int) -> int:
+    def touched(rows: int, k: int, blocks: int) -> int:
         groups = padded(k) // GROUP
-        return (-(-tiles(rows) * groups // most) + groups - 2) // groups + 1
+        return (-(-tiles(rows) * groups // min(blocks, tiles(rows) * groups)) + groups - 2) // groups + 1
 
     sums = max(
-        touched(dims.qkv_rows, dims.hidden),
-        touched(dims.hidden, dims.inner),
+        touched(dims.qkv_rows, dims.hidden, most),
+        touched(dims.hidden, padded(dims.inner) // parts(dims), most // parts(dims)),
         -(-dims.gate_up_tiles // most),
         -(-tiles(dims.hidden) // (most // parts(dims))),
     )
-    queries = dims.head_size // 16 * 33 * 16
-    return turns + token + WARPS * sums * TILE * 4 + queries + SLOTS * 64 + dims.head_size * 4 + WARPS * 4 + _BARRIERS
+    return turns + token + WARPS * sums * TILE * 4 + SLOTS * 64 + dims.head_size * 4 + WARPS * 4 + _BARRIERS
 
 
 def kernels(dims: Qwen2Dims) -> list[Kernel]:
