@@ -94,7 +94,7 @@ def test_the_launches_of_a_token(shown, tmp_path):
 
 def test_the_launches_of_each_layer(shown, tmp_path):
     """Of a model whose layers are no single launch."""
-    folder = only_config(tmp_path / "hf", "qwen2.5-coder-3b-tiny")
+    folder = only_config(tmp_path / "hf", "qwen2.5-coder-0.5b-tiny")
     for context, combined in ((512, 0), (8192, 2)):
         found = json.loads(shown(folder, "--plan", "--json", "--context", context))
         counts = Counter(launch["label"] for launch in found["launches"])
