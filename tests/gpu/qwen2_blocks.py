@@ -7,8 +7,9 @@ import numpy as np
 from cuq1.cuda import abi
 from cuq1.cuda.driver import bindings, check
 from cuq1.cuda.execute import Program
+from cuq1.cuda.kernels import qwen2_layers
 from cuq1.cuda.kernels.qwen2_gemv import INNER_SCALE
-from cuq1.plan.qwen2_dims import PAGE, pieces
+from cuq1.plan.qwen2_dims import PAGE, padded, pieces
 from cuq1.plan.types import Plan
 from cuq1.reference.qwen2_weights import load_qwen2
 from tests.kernels.twins.qwen2 import swizzled
@@ -62,6 +63,7 @@ class Float64:
             o = layer.o.astype(np.float64) @ attended
             yield number, "o_proj", o
             x = x + o
+            yield number, "middle", x
             n = rms(x, layer.post_norm.astype(np.float64), eps)
             gate, up = layer.gate.astype(np.float64) @ n, layer.up.astype(np.float64) @ n
             inner = gate / (1 + np.exp(-gate)) * up
@@ -134,13 +136,30 @@ class OnGpu:
                 last = number + args["layers"] - 1
                 for layer in range(number, last + 1):
                     yield from self.cached(layer, position)
-                yield last, "gate_up", self.read("handed", d.inner, np.float16, args["inner"].offset)
-                yield last, "down", self.summed(args["down_pieces"], *sums["down"])
+                handed = self.last_of(args)
+                yield last, "middle", handed["rows_handed"][0]
+                yield last, "gate_up", handed["inner"][: d.inner]
+                yield last, "down", np.nan_to_num(handed["down_pieces"], nan=0.0).sum(axis=(0, 1))
                 yield last, "residual", self.read("residual", d.hidden, offset=args["residual_out"].offset)
             elif label == "norm":
                 yield number, label, self.read("hidden16", d.hidden, np.float16)
             elif label == "lm_head":
                 yield number, label, self.read("logits", d.vocab)
+
+    def last_of(self, args):
+        """What the last layer of a launch of several has left of what layers have in turns, by name. Of pieces
+        [parts, n, rows], those that no block writes are NaN."""
+        d, turn = self.model.sizes, (args["layers"] - 1) % 2
+        shapes = {
+            "rows_handed": (2, 2, d.hidden),
+            "inner": (2, padded(d.inner)),
+            "down_pieces": (2, qwen2_layers.parts(d), qwen2_layers.down_pieces(d), d.hidden),
+        }
+        kinds = {"inner": np.float16}
+        return {
+            name: self.read(args[name].buffer, shape, kinds.get(name, np.float32), args[name].offset)[turn]
+            for name, shape in shapes.items()
+        }
 
     def cached(self, layer, position):
         for kind in "kv":

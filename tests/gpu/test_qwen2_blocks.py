@@ -28,7 +28,7 @@ def tokens(count):
     return np.random.default_rng().integers(0, 500, count).tolist()
 
 
-LAYERS = (TINY[3], TINY[5])  # whose layers fit one launch
+LAYERS = (TINY[1], TINY[3], TINY[5])  # whose layers fit one launch: blocks without tiles of gate, one part, two
 CASES = [
     *((name, "fp16", "layers", most) for name in LAYERS for most in (1, QWEN2_LAYERS)),
     *((name, "fp16", "chain", QWEN2_LAYERS) for name in TINY),
@@ -45,7 +45,7 @@ def test_every_launch_of_every_layer(gpu, made, name, head, form, most):
         on_gpu = OnGpu(engine._runtime)
         assert on_gpu.model.form == form
         layers = model.config.num_hidden_layers
-        of_layers = 2 * layers + 3 * len(on_gpu.model.runs) if form == "layers" else 7 * layers
+        of_layers = 2 * layers + 4 * len(on_gpu.model.runs) if form == "layers" else 7 * layers
         for short in (True, False)[form == "layers" :]:
             engine.rewind(0)
             engine._reset()

@@ -7,7 +7,9 @@ import numpy as np
 from cuq1.cuda.abi import Qwen2LayersArgs
 from cuq1.cuda.kernels import qwen2_layers as family
 from cuq1.cuda.repack import int4_units
+from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.qwen2_dims import GROUP, PAGE, Qwen2Dims, padded, pieces
+from tests.kernels.qwen2_shapes import DIMS
 from tests.kernels.test_qwen2_gemv import BIG, Matrix, error, mlp, total
 from tests.kernels.twins import qwen2_gemv, qwen2_layers
 from tests.kernels.twins.qwen2 import attention, swizzled
@@ -18,6 +20,13 @@ APART = 128  # bytes of GUARD behind each handed array
 ATTENDED = 6e-4  # relative, of a token: probabilities and spans' results are halves
 SPARE = 5  # pages that belong to no position
 THETA = 1e6
+
+# Besides the family: small, with columns in four parts, and an MLP off 8 rows.
+SHAPES = {
+    **DIMS,
+    "four parts": Qwen2Dims(hidden=768, q_heads=16, kv_heads=4, head_size=128, inner=2500, vocab=512, eps=1e-6),
+}
+TURNS = ("rows_handed", "inner", "down_pieces")  # have a place for each of two layers
 
 
 def random_scales(rng, rows, k, size):
@@ -32,14 +41,14 @@ class Dense:
         self.matrix = matrix
         self._small = None
 
-    def __call__(self, x):
+    def __call__(self, x, power=1):
         m = self.matrix
         if m.rows * m.k < BIG:
             if self._small is None:
                 self._small = qwen2_gemv.values(m.words, m.scales).T.copy()
-            return x @ self._small
+            return x @ self._small**power
         cupy = m.gpu.cupy
-        return qwen2_layers.products(*map(m.gpu.array, (m.words, m.scales, x)), cupy).get()
+        return qwen2_layers.products(*map(m.gpu.array, (m.words, m.scales, x)), cupy, power).get()
 
 
 class Weights:
@@ -69,6 +78,17 @@ class Weights:
         }
         self.vectors["bias"] = rng.standard_normal(dims.qkv_rows, np.float32).astype(np.float16)
         self.units.update((name, gpu.array(vector)) for name, vector in self.vectors.items())
+
+    def apart(self, name, found, token, scale=1):
+        """How far sums [parts, rows] of parts of a matrix's columns are from its products with a token, of what they
+        may be: see error."""
+        tokens = qwen2_layers.in_parts(token, len(found))
+        variance = qwen2_layers.in_parts(qwen2_gemv.digit_variance(token), len(found))
+        product, spread = self.products[name](tokens), np.sqrt(self.products[name](variance, power=2))
+        return max(
+            error(one, scale * expected, scale * qwen2_layers.DEVIATIONS * differ)
+            for one, expected, differ in zip(found, product, spread, strict=True)
+        )
 
 
 class Model:
@@ -107,16 +127,19 @@ class Handed:
     """
 
     def __init__(self, gpu, dims, fill=NOT_READY, *, guarded=True):
+        parts = family.parts(dims)
         self.arrays = {
             "qkv_pieces": (np.float32, (pieces(dims.qkv_rows, dims.hidden), dims.qkv_rows)),
             "partials": (np.uint8, (dims.kv_heads, family.spans(dims), family.record_bytes(dims))),
-            "o_pieces": (np.float32, (family.parts(dims), dims.hidden)),
+            "o_pieces": (np.float32, (parts, dims.hidden)),
+            "rows_handed": (np.float32, (2, 2, dims.hidden)),
             "inner": (np.float16, (2, padded(dims.inner))),
-            "down_pieces": (np.float32, (pieces(dims.hidden, dims.inner), dims.hidden)),
+            "down_pieces": (np.float32, (2, parts, family.down_pieces(dims), dims.hidden)),
         }
+        sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (dtype, shape) in self.arrays.items()}
+        assert sizes == family.handed(dims)
         self.at, end = {}, 0
-        for name, (dtype, shape) in self.arrays.items():
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        for name, size in sizes.items():
             self.at[name] = slice(end, end + size)
             end += -(-size // APART) * APART + guarded * APART
         self.guards = np.full(end, guarded)
@@ -137,21 +160,13 @@ class Handed:
 
 @dataclass
 class Found:
-    """What a launch left: residual_out, each layer's pages, and the handed arrays."""
+    """What a launch left: residual_out, each layer's pages, and the handed arrays. Of what layers have in turns, the last
+    one's comes first."""
 
     residual: np.ndarray
     k_pages: list[np.ndarray]
     v_pages: list[np.ndarray]
     handed: dict[str, np.ndarray]
-
-    @property
-    def inner(self):
-        """The last layer's: layers take turns, and what another one had is cleared."""
-        halves = self.handed["inner"].view(np.uint16)
-        there = (halves != 0xFFFF).all(axis=1)
-        assert there.sum() == 1, "the last layer's inner is not there, or another one's is not cleared"
-        assert (halves[~there] == 0xFFFF).all(), "inner of another layer is not cleared"
-        return self.handed["inner"][there.argmax()]
 
     def same(self, other, *, handed=True):
         """Bit for bit."""
@@ -225,13 +240,16 @@ class Case:
         handed.point(args)
         return args
 
-    def found(self, handed):
-        """After a launch."""
+    def found(self, handed, layers=None):
+        """After a launch, of all layers or of so many."""
         dims = self.model.dims
         out = self.buffers["residual_out"].get()
         assert np.isnan(out[dims.hidden :]).all(), "written beyond residual_out"
         caches = {name: [one.get() for one in arrays] for name, arrays in self.caches.items()}
-        return Found(out[: dims.hidden], **caches, handed=handed.found())
+        left = handed.found()
+        if (layers or len(self.model)) % 2 == 0:
+            left |= {name: left[name][::-1] for name in TURNS}
+        return Found(out[: dims.hidden], **caches, handed=left)
 
     def run(self, patch=None, **changed):
         """One launch of all layers in fresh buffers. changed: fields of layers' weights, as (layer, array)."""
@@ -257,44 +275,60 @@ class Case:
 
     def judge(self, found):
         dims, last, expected = self.model.dims, self.model.layers[-1], self.expected()
-        errors = {"residual_out": qwen2_layers.distance(found.residual, expected.residual)}
+        errors = {"residual_out": qwen2_layers.distance(found.residual, expected.end[-1])}
         self._judge_caches(found, expected, errors)
         self.judge_cleared(found)
-        inner, down = found.inner, found.handed["down_pieces"]
-        assert not inner[dims.inner :].any(), f"inner has no zeros beyond its columns: {self.where}"
-        errors["inner"] = qwen2_layers.distance(inner[: dims.inner], expected.inner, half=True)
-        # From what the kernel itself has stored.
-        matrix, added = last.matrices["down"], total(down, dims.hidden, dims.inner)
-        variance = matrix.times(qwen2_gemv.digit_variance(inner), power=2)
-        spread = qwen2_layers.DEVIATIONS * np.sqrt(variance)
-        errors["down_pieces"] = error(added, 16 * matrix.times(inner), 16 * spread)
-        before = found.residual.astype(np.float64) - added
-        errors["residual before the MLP"] = qwen2_layers.distance(before, expected.middle)
-        worst = max(errors, key=errors.get)
-        assert errors[worst] < 1, f"{worst} differs by {errors[worst]:.3g} of what it may: {errors}, {self.where}"
-        return errors[worst]
+        (row, _), inner, _ = (found.handed[name][0] for name in TURNS)
+        errors["residual before the MLP"] = qwen2_layers.distance(row, expected.middle[-1])
+        errors["inner"] = qwen2_layers.distance(inner[: dims.inner], expected.inner[-1], half=True)
+        self._judge_down(last, found, 0, found.residual, errors)
+        return self._worst(errors)
 
     def judge_cleared(self, found):
         """What the launch has used for the last time is ready for the next."""
-        for name in ("qkv_pieces", "partials", "o_pieces"):
-            left = found.handed[name].view(np.uint8)
+        handed = found.handed
+        cleared = {name: handed[name] for name in ("qkv_pieces", "partials", "o_pieces")}
+        cleared |= {f"{name} of the layer before": handed[name][1] for name in TURNS}
+        cleared["the last layer's row behind the MLP"] = handed["rows_handed"][0, 1]
+        for name, array in cleared.items():
+            left = np.ascontiguousarray(array).view(np.uint8)
             assert (left == NOT_READY).all(), f"{name} is not cleared: {(left != NOT_READY).sum()} bytes, {self.where}"
 
     def judge_steps(self, found):
-        """Every step of one layer, of a launch that has cleared nothing, from what it stored itself."""
-        dims, layer, model = self.model.dims, self.model.layers[0], self.model
-        products = layer.matrices
-        x, normed = qwen2_gemv.entry(self.residual, None, layer.vectors["input_norm"], dims.eps)
-        errors = {}
+        """Steps of one layer or two, from what a launch stored itself that has cleared nothing of what it stored: of one
+        layer every step; of two what layers have in turns, which is the MLP's."""
+        model, rows, errors = self.model, found.handed["rows_handed"], {}
+        for number, layer in enumerate(model.layers):
+            turn = len(model) - 1 - number
+            before = self.residual if number == 0 else rows[turn + 1, 1]
+            if len(model) == 1:
+                self._judge_attention(layer, found, errors)
+                added = found.handed["o_pieces"].astype(np.float64).sum(axis=0)
+                errors["residual before the MLP"] = error(rows[turn, 0], before + added)
+            _, normed = qwen2_gemv.entry(rows[turn, 0], None, layer.vectors["post_norm"], model.dims.eps)
+            inner = found.handed["inner"][turn][: model.dims.inner]
+            gate, up = layer.matrices["gate"], layer.matrices["up"]
+            errors[f"inner, layer {number}"] = error(inner, *mlp(family.layers(model.dims), gate, up, normed))
+            self._judge_down(layer, found, turn, rows[turn, 1] if turn else found.residual, errors)
+        self._worst(errors)
 
-        def step(name, added, token, scale=1):
-            matrix = products[name]
-            variance = matrix.times(qwen2_gemv.digit_variance(token), power=2)
-            spread = qwen2_layers.DEVIATIONS * np.sqrt(variance)
-            errors[name] = error(added, scale * matrix.times(token), scale * spread)
+    def _judge_down(self, layer, found, turn, end, errors):
+        """down of what lies in inner, and the residual behind it."""
+        dims = self.model.dims
+        parts = family.parts(dims)
+        rows, inner, down = (found.handed[name][turn] for name in TURNS)
+        assert not inner[dims.inner :].any(), f"inner has no zeros beyond its columns: {self.where}"
+        shares = padded(dims.inner) // parts, MULTIPROCESSORS // parts
+        added = np.stack([total(one, dims.hidden, *shares) for one in down])
+        errors[f"down_pieces, turn {turn}"] = layer.apart("down", added, inner, 16)
+        errors[f"residual behind the MLP, turn {turn}"] = error(end, rows[0] + added.sum(axis=0))
 
-        qkv = total(found.handed["qkv_pieces"], dims.qkv_rows, dims.hidden)
-        step("qkv", qkv, normed)
+    def _judge_attention(self, layer, found, errors):
+        """qkv, attention and o_proj of the only layer."""
+        dims, model, handed = self.model.dims, self.model, found.handed
+        _, normed = qwen2_gemv.entry(self.residual, None, layer.vectors["input_norm"], dims.eps)
+        qkv = total(handed["qkv_pieces"], dims.qkv_rows, dims.hidden)
+        errors["qkv"] = layer.apart("qkv", qkv[None], normed)
         keys, values = (one[0][:, : self.position] for one in (model.keys, model.values))
         expected, k, v = attention(qkv, layer.vectors["bias"], self.position, model.frequencies, keys, values)
         for name, own in (("k", k), ("v", v)):
@@ -302,18 +336,14 @@ class Case:
             # FP32 may round to the other neighbour of a half, of a number that is small beside those it is the sum of.
             allowed = 2.0**-10 * np.abs(own.astype(np.float64)) + 1e-5
             errors[name] = (np.abs(after.astype(np.float64) - own) / allowed).max()
-        attended = np.pad(self.merged(found.handed["partials"]), (0, -dims.q_width % GROUP))
+        attended = np.pad(self.merged(handed["partials"]), (0, -dims.q_width % GROUP))
         errors["attended"] = np.linalg.norm(attended[: dims.q_width] - expected) / np.linalg.norm(expected) / ATTENDED
-        step("o", found.handed["o_pieces"].astype(np.float64).sum(axis=0), attended)
-        x, normed = qwen2_gemv.entry(self.residual, found.handed["o_pieces"], layer.vectors["post_norm"], dims.eps)
-        inner, down = found.inner, total(found.handed["down_pieces"], dims.hidden, dims.inner)
-        errors["inner"] = error(
-            inner[: dims.inner], *mlp(family.layers(dims), products["gate"], products["up"], normed)
-        )
-        step("down", down, inner, 16)
-        errors["residual_out"] = error(found.residual, x + down)
+        errors["o_pieces"] = layer.apart("o", handed["o_pieces"], attended)
+
+    def _worst(self, errors):
         worst = max(errors, key=errors.get)
         assert errors[worst] < 1, f"{worst} differs by {errors[worst]:.3g} of what it may: {errors}, {self.where}"
+        return errors[worst]
 
     def merged(self, records):
         """attended float64 [q_width] of the spans' results, which are there for as many spans as there are to be."""

@@ -14,7 +14,7 @@ from tests.kernels.qwen2_shapes import DIMS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LAUNCH = "--launch"
-SIZES = ("7b-tiny", "32b-tiny")  # o_proj's columns whole, and in parts
+SIZES = ("7b-tiny", "32b-tiny")  # o_proj's and down's columns whole, and in parts
 POSITIONS = (20, 1000)  # of one span, and of several
 
 

@@ -6,9 +6,9 @@ the wait, 2 after the copies), W warps, and halves (0) or digits (1). Several of
 compared with the kernels as they are.
 
 Or `layers`, which times all layers as one launch instead, with real attention, and layers=U,S,A,SLOTS,SPAN,PARTS for
-another form of it: constants of cuq1/cuda/kernels/qwen2_layers.py (U units, S stages at the most, A of them ahead; an
-empty place for one as it is; others as NAME:number). With these, context=N is the positions that are attended to, and
-count=N the layers, an even number.
+another form of it: constants of cuq1/cuda/kernels/qwen2_layers.py (U units a stage, S stages at the most, A of them
+ahead; an empty place for one as it is; others as NAME:number). With these, context=N is the positions that are attended
+to, and count=N the layers, an even number.
 
 Prints, for a captured chain of layers with a small kernel in attention's place: microseconds a layer, and what each
 kernel adds to it (the chain with it, less the chain without), its GB/s, and its share of this run's read ceiling.

@@ -9,7 +9,7 @@ from cuq1.cuda.abi import Qwen2AttentionArgs, Qwen2ChainArgs, Qwen2CombineArgs, 
 from cuq1.cuda.kernels import qwen2_attention, qwen2_gemv, qwen2_layers, qwen2_rows
 from cuq1.cuda.launch import launch
 from cuq1.cuda.module import build
-from cuq1.plan.qwen2_dims import PAGE, UNIT_BYTES
+from cuq1.plan.qwen2_dims import PAGE
 from tests.kernels.qwen2_layers_case import Handed
 
 CONSTANTS = ("UNITS", "MAX_STAGES", "AHEAD", "SLOTS", "SPAN_PAGES", "PARTS")
@@ -20,9 +20,6 @@ ROUNDING = 2e-2  # of residuals' root mean square: halves of attention's spans, 
 @contextmanager
 def constants(values):
     """qwen2_layers with other constants than its own."""
-    values = dict(values)
-    sizes = [values.get(name, getattr(qwen2_layers, name)) for name in ("WARPS", "UNITS")]
-    values["_STAGE_BYTES"] = sizes[0] * sizes[1] * UNIT_BYTES
     before = {name: getattr(qwen2_layers, name) for name in values}
     try:
         for name, value in values.items():

@@ -97,9 +97,9 @@ def token_of(kernel, normed):
     return np.pad(token, (0, padded(len(token)) - len(token)))
 
 
-def total(found, rows, k):
+def total(found, rows, k, blocks=MULTIPROCESSORS):
     """Pieces float32 [n, rows] added as a reader adds them; checks that those and no others are written."""
-    there = twin.written(rows, k, MULTIPROCESSORS)
+    there = twin.written(rows, k, blocks)
     assert there.shape == found.shape
     np.testing.assert_array_equal(np.isnan(found), ~there)
     return np.where(there, found, 0).astype(np.float64).sum(axis=0)

@@ -12,8 +12,7 @@ from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.qwen2_dims import PAGE, padded
 from tests.gpu.qwen2_blocks import Float64
 from tests.kernels.harness import tells
-from tests.kernels.qwen2_layers_case import FIRST, NOT_READY, Case, Model
-from tests.kernels.qwen2_shapes import DIMS
+from tests.kernels.qwen2_layers_case import FIRST, NOT_READY, SHAPES, Case, Handed, Model
 from tests.kernels.twins import qwen2_layers as twin
 from tests.kernels.twins.qwen2 import swizzled, turned
 from tests.kernels.twins.qwen2_gemv import written
@@ -38,9 +37,16 @@ def at(address, shape, dtype):
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype).reshape(shape)
 
 
-def store_pieces(address, sums, k):
-    there = written(len(sums), k, MULTIPROCESSORS)
-    at(address, there.shape, np.float32)[there] = np.broadcast_to(sums / there.sum(axis=0), there.shape)[there]
+def store_pieces(out, sums, k, blocks=MULTIPROCESSORS):
+    """sums [rows] of a matrix of k columns into its pieces [n, rows]."""
+    there = written(len(sums), k, blocks)
+    out[there] = np.broadcast_to(sums / there.sum(axis=0), there.shape)[there]
+
+
+def handed(args, dims):
+    """What the arguments point to, as arrays in memory."""
+    arrays = Handed(Emulated(), dims).arrays
+    return {name: at(getattr(args, name), shape, dtype) for name, (dtype, shape) in arrays.items()}
 
 
 class Given(twin.Rounded):
@@ -56,7 +62,8 @@ def spans_results(args, layer, dims, position, frequencies, wrong):
     residual = at(args.residual, dims.hidden, np.float32).astype(np.float64)
     normed = twin.Rounded().digits(twin.rms(residual[None], layer.input_norm, dims.eps))
     qkv = layer.qkv(normed)
-    store_pieces(args.qkv_pieces, qkv[0] * (1.0002 if wrong == "qkv" else 1), dims.hidden)
+    out = handed(args, dims)
+    store_pieces(out["qkv_pieces"], qkv[0] * (1.0002 if wrong == "qkv" else 1), dims.hidden)
     _, *own = twin.attention(qkv, layer, position, frequencies, twin.Rounded())
     heads = (qkv + layer.bias.astype(np.float64)).reshape(-1, dims.head_size)[: dims.q_heads]
     q = turned(heads, position, frequencies).reshape(dims.kv_heads, dims.group, -1) / np.sqrt(dims.head_size)
@@ -66,9 +73,7 @@ def spans_results(args, layer, dims, position, frequencies, wrong):
     )
     pages = position // PAGE + 1
     spans = min(family.spans(dims), -(-pages // family.SPAN_PAGES))
-    shape = (dims.kv_heads, family.spans(dims), family.record_bytes(dims))
-    records = at(args.partials, shape, np.uint8)
-    found = []
+    records, found = out["partials"], []
     for span in range(spans + (wrong == "a span more")):
         part = slice(span % spans * pages // spans * PAGE, (span % spans + 1) * pages // spans * PAGE)
         s = np.log2(np.e) * q @ keys[:, part].swapaxes(1, 2)
@@ -132,36 +137,64 @@ class Emulated:
         sign = -1 if self.wrong == "the other way round" else 1
         residual = at(args.residual, dims.hidden, np.float32)
         rounding = twin.Rounded()
-        if patch:
-            rounding = Given(spans_results(args, layers[0], dims, position, frequencies, patch))
+        alone = patch and len(layers) == 1
+        if alone:
+            attended = spans_results(args, layers[0], dims, position, frequencies, patch)
+            rounding = Given(attended)
         found = twin.token(layers, residual, position, sign * frequencies, dims.eps, rounding, 1)
         for pair, k, v in zip(caches, found.k, found.v, strict=True):
             for cache, own in zip(pair, (k, v), strict=True):
                 page = swizzled(cache[pages[-1]])
                 page[:, (position + (self.wrong == "another row")) % PAGE] = own[0].astype(np.float16)
                 cache[pages[-1]] = swizzled(page)
-        at(args.residual_out, dims.hidden, np.float32)[:] = found.residual[0]
-        at(args.inner, padded(dims.inner), np.float16)[:] = np.pad(found.inner[0], (0, padded(dims.inner) - dims.inner))
-        store_pieces(args.down_pieces, found.residual[0] - found.middle[0], dims.inner)
-        if patch:
-            parts = family.parts(dims)
-            o = at(args.o_pieces, (parts, dims.hidden), np.float32)
-            o[:] = (found.middle[0] - residual) / parts
-            o[0, 5] += 1e-2 * (patch == "o")
+        at(args.residual_out, dims.hidden, np.float32)[:] = found.end[-1][0]
+        out = handed(args, dims)
+        if alone:
+            self.store_o(out, layers[0], attended, patch)
+        stay = range(len(layers)) if patch or self.wrong == "rows not cleared" else [len(layers) - 1]
+        for i in stay:
+            self.store_mlp(out, layers[i], found, i, patch)
         if self.wrong == "nothing cleared":
-            at(args.o_pieces, dims.hidden, np.float32)[7] = 1
+            out["o_pieces"][-1, 7] = 1
         if self.wrong == "written beyond":
             at(args.partials - 128, 1, np.uint8)[0] = NOT_READY
+
+    def store_o(self, out, layer, attended, wrong):
+        digits = twin.Rounded().digits(attended.reshape(1, -1))[0]
+        out["o_pieces"][:] = layer.o(twin.in_parts(digits, len(out["o_pieces"])))
+        if wrong == "o":
+            out["o_pieces"][0, 5] += 1e-2
+        if wrong == "o's parts":
+            out["o_pieces"][:] = out["o_pieces"][::-1].copy()
+
+    def store_mlp(self, out, layer, found, i, patch):
+        """What a layer's MLP leaves in its turn."""
+        dims, last, wrong = self.models[0].dims, i + 1 == len(found.end), self.wrong or patch
+        parts, turn = family.parts(dims), (i + (self.wrong == "another turn")) % 2
+        out["rows_handed"][turn, 0] = found.middle[i][0] * (1.01 if wrong == "row" else 1)
+        if not last or self.wrong == "a row too many":
+            out["rows_handed"][turn, 1] = found.end[i][0]
+            out["rows_handed"][turn, 1, 9] += 1e-2 * (wrong == "row behind the MLP")
+        inner = out["inner"][turn]
+        inner[:] = np.pad(found.inner[i][0], (0, len(inner) - dims.inner))
+        shares = twin.in_parts(twin.Rounded().digits(found.inner[i])[0], parts)
+        added = 16 * layer.down(shares)
+        if wrong == "down's parts":
+            added = added[::-1]
+        for one, sums in zip(out["down_pieces"][turn], added, strict=True):
+            store_pieces(one, sums, padded(dims.inner) // parts, MULTIPROCESSORS // parts)
+        if wrong == "a piece of down":
+            out["down_pieces"][turn, -1, 0, 3] += 1e-2
 
 
 def emulated(size, layers, most):
     gpu = Emulated()
-    gpu.models.append(Model(gpu, DIMS[size], layers, most))
+    gpu.models.append(Model(gpu, SHAPES[size], layers, most))
     return gpu
 
 
 def test_the_twin_is_the_model():
-    dims, rng = DIMS["7b-tiny"], np.random.default_rng()
+    dims, rng = SHAPES["7b-tiny"], np.random.default_rng()
     model = Model(Emulated(), dims, 3, 40)
     case = Case(model, 37)
     heads, size = dims.q_heads, dims.head_size
@@ -197,13 +230,14 @@ def test_the_twin_is_the_model():
     for number in range(3):
         close(found.k[number][0], steps[number, "k"][-1])
         close(found.v[number][0], steps[number, "v"][-1])
-    close(found.inner[0], steps[2, "gate_up"])
-    close(found.residual[0] - found.middle[0], steps[2, "down"])
-    normed = found.residual[0] / np.sqrt(np.square(found.residual[0]).mean() + dims.eps)
+        close(found.middle[number][0], steps[number, "middle"])
+        close(found.inner[number][0], steps[number, "gate_up"])
+        close(found.end[number][0] - found.middle[number][0], steps[number, "down"])
+    normed = found.end[-1][0] / np.sqrt(np.square(found.end[-1][0]).mean() + dims.eps)
     close(normed, steps[3, "norm"])
 
 
-@pytest.mark.parametrize(("size", "layers"), [("7b-tiny", 3), ("32b-tiny", 2)])
+@pytest.mark.parametrize(("size", "layers"), [("7b-tiny", 3), ("32b-tiny", 2), ("four parts", 2)])
 def test_roundings_stay_within_what_samples_differ_by(size, layers):
     gpu = emulated(size, layers, 600)
     for position in (0, 1, 15, 16, 17, 100, 513, 599):
@@ -213,13 +247,13 @@ def test_roundings_stay_within_what_samples_differ_by(size, layers):
 
 WRONG = (
     "a position less", "another layer's norm", "the other way round", "another row", "nothing cleared",
-    "written beyond",
+    "written beyond", "rows not cleared", "a row too many", "another turn", "row", "down's parts", "a piece of down",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_checks_notice(wrong):
-    gpu = emulated("7b-tiny", 3, 100)
+    gpu = emulated("32b-tiny", 3, 100)
     case = Case(gpu.models[0], 81)
     case.check()
     gpu.wrong = wrong
@@ -227,11 +261,17 @@ def test_checks_notice(wrong):
         case.check()
 
 
-def test_checks_of_steps_notice():
-    gpu = emulated("32b-tiny", 1, 400)
+ALONE = ("qkv", "statistics", "a span more", "o", "o's parts", "row", "down's parts", "a piece of down")
+
+
+@pytest.mark.parametrize(
+    ("layers", "wrongs"), [(1, ALONE), (2, ("row", "row behind the MLP", "down's parts", "a piece of down"))]
+)
+def test_checks_of_steps_notice(layers, wrongs):
+    gpu = emulated("32b-tiny", layers, 400)
     for position in (0, 15, 64, 399):
         case = Case(gpu.models[0], position)
         case.judge_steps(case.run("right"))
-    for wrong in ("qkv", "statistics", "a span more", "o"):
+    for wrong in wrongs:
         with tells():
             case.judge_steps(case.run(wrong))

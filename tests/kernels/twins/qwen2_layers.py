@@ -6,7 +6,7 @@ place, through all layers: what samples differ by, a right kernel may differ by 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -41,14 +41,14 @@ class Layer:
 
 @dataclass
 class Token:
-    """[samples, ..]: of each layer k and v [kv_heads, head_size], not yet rounded; of the last one x [hidden] before
-    its MLP and inner [inner], halves times 1 / 16; x behind it."""
+    """Of each layer [samples, ..]: k and v [kv_heads, head_size], not yet rounded; x [hidden] before its MLP; inner
+    [inner], halves times 1 / 16; x behind it."""
 
-    k: list[np.ndarray]
-    v: list[np.ndarray]
-    middle: np.ndarray
-    inner: np.ndarray
-    residual: np.ndarray
+    k: list[np.ndarray] = field(default_factory=list)
+    v: list[np.ndarray] = field(default_factory=list)
+    middle: list[np.ndarray] = field(default_factory=list)
+    inner: list[np.ndarray] = field(default_factory=list)
+    end: list[np.ndarray] = field(default_factory=list)
 
 
 class Noise:
@@ -93,12 +93,17 @@ def halves(x):
     return x.astype(np.float16).astype(np.float64)
 
 
-def products(words, scales, x, xp=np):
+def products(words, scales, x, xp=np, power=1):
     """float64 [samples, rows] = x W^T of x [samples, 128 * groups]: as qwen2_gemv.product, of several tokens."""
     x = x.astype(np.float64).T
     starts = range(0, len(words), ROWS)
-    parts = [values(words[i : i + ROWS], scales[i : i + ROWS], xp) @ x for i in starts]
+    parts = [values(words[i : i + ROWS], scales[i : i + ROWS], xp) ** power @ x for i in starts]
     return xp.concatenate(parts).T
+
+
+def in_parts(x, parts):
+    """[parts, k] of a token x [k]: each of its parts by itself, with zeros in the others' places."""
+    return (np.eye(parts)[:, :, None] * x.reshape(parts, -1)).reshape(parts, -1)
 
 
 def rms(x, norm, eps):
@@ -133,17 +138,19 @@ def attention(qkv, layer, position, frequencies, noise):
 def token(layers, residual, position, frequencies, eps, noise, samples=SAMPLES):
     """A token's way through layers, from residual [hidden]."""
     x = np.tile(residual.astype(np.float64), (samples, 1))
-    found = Token([], [], x, x, x)
+    found = Token()
     for layer in layers:
         qkv = layer.qkv(noise.digits(rms(x, layer.input_norm, eps)))
         attended, k, v = attention(qkv, layer, position, frequencies, noise)
         found.k.append(k)
         found.v.append(v)
-        x = found.middle = x + layer.o(noise.digits(attended))
+        x = x + layer.o(noise.digits(attended))
+        found.middle.append(x)
         normed = noise.digits(rms(x, layer.post_norm, eps))
-        found.inner = halves(gate_up(layer.gate(normed), layer.up(normed)))
-        x = x + 16 * layer.down(noise.digits(found.inner))
-    found.residual = x
+        inner = halves(gate_up(layer.gate(normed), layer.up(normed)))
+        found.inner.append(inner)
+        x = x + 16 * layer.down(noise.digits(inner))
+        found.end.append(x)
     return found
 
 
