@@ -1,5 +1,6 @@
 """Random models of a few layers, and a token's launch of qwen2_layers with all that it reads and writes."""
 
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,6 +113,12 @@ class Model:
     def __len__(self):
         return len(self.layers)
 
+    def first(self, layers):
+        """A model of so many of these layers."""
+        found = copy(self)
+        found.layers, found.keys, found.values = (one[:layers] for one in (self.layers, self.keys, self.values))
+        return found
+
     def twin(self, position):
         """The layers, with older positions' keys and values."""
         return [
@@ -160,8 +167,8 @@ class Handed:
 
 @dataclass
 class Found:
-    """What a launch left: residual_out, each layer's pages, and the handed arrays. Of what layers have in turns, the last
-    one's comes first."""
+    """What a launch left: residual_out, each layer's pages, and the handed arrays. Of what layers have in turns, the
+    last one's comes first."""
 
     residual: np.ndarray
     k_pages: list[np.ndarray]
@@ -295,8 +302,8 @@ class Case:
             assert (left == NOT_READY).all(), f"{name} is not cleared: {(left != NOT_READY).sum()} bytes, {self.where}"
 
     def judge_steps(self, found):
-        """Steps of one layer or two, from what a launch stored itself that has cleared nothing of what it stored: of one
-        layer every step; of two what layers have in turns, which is the MLP's."""
+        """Steps of one layer or two, from what a launch stored itself that has cleared nothing of it: of one layer
+        every step; of two what layers have in turns, which is the MLP's."""
         model, rows, errors = self.model, found.handed["rows_handed"], {}
         for number, layer in enumerate(model.layers):
             turn = len(model) - 1 - number

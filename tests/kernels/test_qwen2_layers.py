@@ -17,20 +17,29 @@ from cuq1.cuda.module import build
 from cuq1.errors import DeviceError
 from cuq1.plan.qwen2_dims import PAGE
 from tests.kernels.harness import tells
-from tests.kernels.qwen2_layers_case import FIRST, Case, Handed, Model, assert_same
-from tests.kernels.qwen2_shapes import DIMS, ODD
+from tests.kernels.qwen2_layers_case import FIRST, SHAPES, Case, Handed, Model, assert_same
+from tests.kernels.qwen2_shapes import ODD
 from tests.kernels.twins import qwen2_layers as twin
 from tests.paths import ROOT
 
-SIZES = {"7b-tiny": 4, "32b-tiny": 3, "0.5b": 3, "1.5b": 2, "3b": 2, "7b": 2, "14b": 2, "32b": 2}  # with layers
-TINY = ("7b-tiny", "32b-tiny")
+SIZES = {  # with layers
+    "7b-tiny": 4, "32b-tiny": 3, "four parts": 3, "1.5b-tiny": 3, "14b-tiny": 3,
+    "0.5b": 3, "1.5b": 2, "3b": 2, "7b": 2, "14b": 2, "32b": 2,
+}  # fmt: skip
+TINY = ("7b-tiny", "32b-tiny", "four parts")  # columns whole, in two parts, and in four
 LONG, FAR = 4114, 32_768  # positions of a model's caches
 LATE = (4095, 4096, 4097, 4103, 4104, 4111, 4112, 4113)
 
 
 @cache
+def made(gpu, size, layers, most):
+    return Model(gpu, SHAPES[size], layers, most)
+
+
 def model(gpu, size, layers=None, most=LONG):
-    return Model(gpu, DIMS[size], layers or SIZES[size], most)
+    """The same one each time, or its first layers."""
+    layers = layers or SIZES[size]
+    return made(gpu, size, max(layers, SIZES[size]), most).first(layers)
 
 
 def borders(dims):
@@ -61,7 +70,7 @@ def test_lengths(gpu, size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [*TINY, "0.5b", "7b", "14b"])
 def test_spans(gpu, size):
-    for position in borders(DIMS[size]):
+    for position in borders(SHAPES[size]):
         Case(model(gpu, size), position).check()
 
 
@@ -80,25 +89,36 @@ def test_any_number_of_layers(gpu, size):
             Case(model(gpu, size, layers, 1000), position).check()
 
 
-# What the launch's clearing warp does to each array, which then stays.
+def kept(call):
+    """What the launch's clearing warp does to an array, which then stays."""
+    return f"clear({call}", f"if (false) clear({call}"
+
+
+TURNS = {  # that layers have in turns
+    "the row before the MLP": kept("middle_of(a, i - 1)"),
+    "the row behind it": kept("end_of(a, i - 1)"),
+    "inner": kept("inner_of(a, i - 1)"),
+    "down_pieces": ("down[at] = word;", ";"),
+}
 KEPT = {
-    "qkv_pieces": ("reinterpret_cast<uint32_t*>(a.qkv_pieces)[at] = word;", ";"),
-    "partials": ("record[p] = make_uint4(word, word, word, word);", ";"),
-    "o_pieces": ("o[r] = word;", ";"),
-    "inner": ("inner[t] = make_uint4(word, word, word, word);", ";"),
-    "down_pieces": ("reinterpret_cast<uint32_t*>(a.down_pieces)[at] = word;", ";"),
+    "qkv_pieces": ("(a.qkv_pieces)[at] = word;", "(a.qkv_pieces);"),
+    "partials": kept("a.partials,"),
+    "o_pieces": kept("a.o_pieces"),
+    **TURNS,
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_steps_of_a_layer(gpu, size):
+def test_steps_of_layers(gpu, size):
     """Each from what the launch itself has stored for it, which a kernel that clears nothing leaves."""
-    dims = DIMS[size]
-    alone = model(gpu, size, 1)
-    for position in (0, 15, 16, 130, 1000, 64 * family.spans(dims) + 5, 4100):
-        case = Case(alone, position)
-        case.judge_steps(case.run(patched(dims, *KEPT.values())))
+    dims = SHAPES[size]
+    many = (0, 15, 16, 130, 1000, 64 * family.spans(dims) + 5, 4100)
+    for layers, changes, positions in ((1, KEPT, many), (2, TURNS, (0, 130, 1000))):
+        patch = patched(dims, *changes.values())
+        for position in positions:
+            case = Case(model(gpu, size, layers), position)
+            case.judge_steps(case.run(patch))
 
 
 @pytest.mark.gpu
@@ -108,8 +128,8 @@ def test_in_place(gpu, size):
     case = Case(model(gpu, size), 700)
     expected = case.run()
     case.prepare()
-    handed = Handed(gpu, DIMS[size])
-    gpu.run(family.layers(DIMS[size]), case.arguments(handed, residual_out=case.buffers["residual"]))
+    handed = Handed(gpu, SHAPES[size])
+    gpu.run(family.layers(SHAPES[size]), case.arguments(handed, residual_out=case.buffers["residual"]))
     assert_same(case.buffers["residual"].get(), expected.residual, "residual")
 
 
@@ -117,7 +137,7 @@ def test_in_place(gpu, size):
 @pytest.mark.parametrize("size", TINY)
 def test_two_launches_are_one(gpu, size):
     """Of a model that has more layers than a launch takes: the second one has memory of its own to hand over in."""
-    whole, kernel = model(gpu, size), family.layers(DIMS[size])
+    whole, kernel = model(gpu, size), family.layers(SHAPES[size])
     for position in (5, 900):
         case = Case(whole, position)
         expected = case.run()
@@ -135,7 +155,7 @@ def test_two_launches_are_one(gpu, size):
             for args in calls:
                 launch(function, args, gpu.stream)
             gpu.wait()
-            case.found(handed[1]).same(expected)
+            case.found(handed[1], len(whole) - cut).same(expected)
 
 
 @pytest.mark.gpu
@@ -194,13 +214,21 @@ __device__ __forceinline__ void delay(uint32_t place) {
 }
 """
 BEGIN = re.compile(r"^(?=constexpr int Q_WIDTH)", re.MULTILINE)
-PLACES = re.compile(r"^(?= *(?:phase_resumed|phase_ended|await_clearing|await_entry|tell)\(.*;$)", re.MULTILINE)
+CALLS = (  # where whole warps come by, and each is a statement of its own
+    "phase_resumed", "phase_ended", "await_clearing", "entered", "merge", "row\\.enter", "take_inner",
+    "stream\\.multiply", "store_pieces", "store_o", "store_inner",
+    "if \\(threadIdx\\.x < WARP\\)",  # adds up
+    "const Input in", "softmax\\.end", "shared\\.merge\\.sums\\[0\\]", "float sum = 0",  # before what is shared
+    "barrier_wait\\(&shared\\.entered", "__threadfence",  # before and behind clearing
+)  # fmt: skip
+PLACES = re.compile(rf"^(?= +(?:{'|'.join(CALLS)})\W)", re.MULTILINE)
 
 
 def delayed(text):
     """The source with delays of random length, warp by warp, about every phase and what is stored and cleared there."""
     pieces = PLACES.split(BEGIN.sub(DELAYS, text))
-    assert len(pieces) > 15, "places for delays"
+    for call in CALLS:
+        assert any(re.match(rf" +{call}", piece) for piece in pieces[1:]), f"no place for delays: {call}"
     return pieces[0] + "".join(f"delay({place}); {piece}" for place, piece in enumerate(pieces[1:]))
 
 
@@ -230,7 +258,7 @@ LAUNCHES = 200
 def many_tokens(gpu, size, patch=None, meanwhile=lambda _: None):
     """LAUNCHES tokens one after the other, each with the launch that embeds it and clears what the next hands over: all
     residuals [LAUNCHES, hidden]."""
-    dims = replace(DIMS[size], vocab=512)
+    dims = replace(SHAPES[size], vocab=512)
     whole = model(gpu, size)
     case = Case(whole, TOKENS[-1][1])
     case.prepare()
@@ -250,7 +278,10 @@ def many_tokens(gpu, size, patch=None, meanwhile=lambda _: None):
         )  # fmt: skip
         layers = case.arguments(handed, positions=positions[which:], residual_out=out[number])
         calls.append((embed, layers))
-    functions = build(qwen2_rows.embed(dims), gpu.device.arch), build(family.layers(DIMS[size]), gpu.device.arch, patch)
+    functions = (
+        build(qwen2_rows.embed(dims), gpu.device.arch),
+        build(family.layers(SHAPES[size]), gpu.device.arch, patch),
+    )
     gpu.cupy.cuda.Device().synchronize()
     for number, pair in enumerate(calls):
         meanwhile(number)
@@ -280,7 +311,7 @@ def test_many_tokens_in_a_row(gpu, size):
 def test_blocks_and_warps_may_be_late(gpu, size):
     """The same bits, whoever is late: with delays, and without."""
     expected = many_tokens(gpu, size)
-    found = many_tokens(gpu, size, patched(DIMS[size], delays=True))
+    found = many_tokens(gpu, size, patched(SHAPES[size], delays=True))
     assert_same(found, expected, "with delays")
 
 
@@ -304,10 +335,10 @@ def test_beside_another_stream(gpu, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", ["7b-tiny", "32b-tiny"])
+@pytest.mark.parametrize("size", TINY)
 def test_delayed_layers_are_right(gpu, size):
     for position in (48, 700, 4100):
-        Case(model(gpu, size), position).check(patched(DIMS[size], delays=True))
+        Case(model(gpu, size), position).check(patched(SHAPES[size], delays=True))
 
 
 # --- what would be noticed
@@ -324,9 +355,9 @@ def test_old_values_would_be_taken(gpu):
 @pytest.mark.parametrize("name", KEPT)
 def test_values_of_the_layer_before_would_be_taken(gpu, name):
     """Of each array that is not cleared in the launch: the residual tells, whatever lies there in the end."""
-    dims = DIMS["7b-tiny"]
+    dims = SHAPES["7b-tiny"]
     case = Case(model(gpu, "7b-tiny"), 700)
-    expected = case.expected().residual
+    expected = case.expected().end[-1]
     assert twin.distance(case.run(patched(dims, delays=True)).residual, expected) < 1
     with tells():
         found = case.run(patched(dims, KEPT[name], delays=True))
@@ -343,6 +374,7 @@ ON_TIME = (
     ("if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);", ""),
     again("attend(a, shared, copies, i, page_parity);", "copies.send_first(a, shared, i);"),
 )
+PART = "part.number * (c.phase != "  # none, in one phase
 WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}
 
 # Each with the position where it shows, and replacements.
@@ -358,10 +390,7 @@ WRONG = {
     "not appended": (50, ("span.page < 0 ? nullptr : cached, span.own, in.dim, x", "nullptr, span.own, in.dim, x")),
     "no bias": (50, ("x[half] = unpacked(bias[half]);", "x[half] = unpacked(make_uint2(0u, 0u));")),
     "another layer's bias": (50, ("a.bias[i], x, polling", "a.bias[0], x, polling")),
-    "another layer's pages": (
-        50,
-        ("bulk_load(shared.pages[warp], a.k_pages[i]", "bulk_load(shared.pages[warp], a.k_pages[0]"),
-    ),
+    "another layer's pages": (50, (": a.k_pages[i]) + from", ": a.k_pages[0]) + from")),
     "the input norm of the layer before": (50, ("load_norm(a.input_norm[i + 1])", "load_norm(a.input_norm[i])")),
     "another layer's post norm": (50, ("load_norm(a.post_norm[i])", "load_norm(a.post_norm[0])")),
     "a norm's mean": (50, ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)")),
@@ -376,9 +405,18 @@ WRONG = {
         ("const float weight = exp2_fast(of[s].x - largest)", "const float weight = 1.0f"),
     ),
     "a span left out": (700, ("from + n * SETS + set < spans)", "from + n * SETS + set < spans - 1)")),
-    "a part's columns": (50, ("shared.block.part.number * GROUPS + group", "group")),
-    "a piece of o_proj left out": (50, ("row.add<OPieces, PARTS>", "row.add<OPieces, PARTS - 1>")),
-    "down as it is": (50, ("1.0f / INNER_SCALE, a.down_pieces", "1.0f, a.down_pieces")),
+    "o_proj's columns of another part": (50, ("part.number) * groups + group", f"{PART}O_PROJ)) * groups + group")),
+    "down's columns of another part": (50, ("part.number) * groups + group", f"{PART}DOWN)) * groups + group")),
+    "inner's columns of another part": (50, ("part.number * DOWN_COLUMNS", "part.number % 1")),
+    "a piece of o_proj left out": (50, ("there(int, int) { return true; }", "there(int, int n) { return n > 0; }")),
+    "a piece of down left out": (50, ("PARTS < DownSplit::of_row(row)", "PARTS < DownSplit::of_row(row) - 1")),
+    "a part's pieces of down left out": (50, ("PARTS < DownSplit", "PARTS < (number % PARTS > 0) * DownSplit")),
+    "pieces that not all lanes add": (50, ("offset = ACROSS; offset < WARP;", "offset = ACROSS; offset < WARP / 2;")),
+    "a sum forgotten": (50, ("shared.x[q] = x;", ";")),
+    "down as it is": (50, ("HIDDEN, 1.0f / INNER_SCALE,", "HIDDEN, 1.0f,")),
+    "units that there are not": (50, ("counts = unit + t < block.units", "counts = true")),
+    "units of the next tile": (50, ("sums + (tile + 1) * TILE_ROWS", "sums + tile * TILE_ROWS")),
+    "half of a quad": (50, ("offset = 1; offset < 4;", "offset = 1; offset < 2;")),
     "silu of another sign": (50, ("silu(gate) * up", "gate / (1.0f + __expf(gate)) * up")),
 }
 # That show where warps come late: barriers that are missing.
@@ -389,7 +427,7 @@ EARLY = {
     "warps that attend": "    meet();  // all warps' sums are there\n",
     "sets of spans": "    meet();  // all sets' sums are there\n",
 }
-HEADS = ("a part's columns", "a piece of o_proj left out")  # show where o_proj's columns are in parts
+IN_PARTS = {why for why in WRONG if "part" in why or "a piece of o_proj" in why}  # show where columns are in parts
 
 
 def check_wrong(gpu, size, position, right, wrong):
@@ -406,14 +444,14 @@ def check_wrong(gpu, size, position, right, wrong):
 @pytest.mark.parametrize("why", WRONG)
 def test_a_wrong_kernel_is_noticed(gpu, why):
     position, *pairs = WRONG[why]
-    size = "32b-tiny" if why in HEADS else "7b-tiny"
-    check_wrong(gpu, size, position, None, patched(DIMS[size], *pairs))
+    size = "32b-tiny" if why in IN_PARTS else "7b-tiny"
+    check_wrong(gpu, size, position, None, patched(SHAPES[size], *pairs))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("why", EARLY)
 def test_a_missing_barrier_is_noticed(gpu, why):
-    dims = DIMS["7b-tiny"]
+    dims = SHAPES["7b-tiny"]
     wrong = patched(dims, (EARLY[why], ""), delays=True)
     check_wrong(gpu, "7b-tiny", 700, patched(dims, delays=True), wrong)
 
@@ -422,7 +460,7 @@ def test_a_missing_barrier_is_noticed(gpu, why):
 @pytest.mark.parametrize("part", WAITS)
 def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
     """A tail page, those of a span, and those that come in turns."""
-    dims = DIMS["7b-tiny"]
+    dims = SHAPES["7b-tiny"]
     for position in (12, 700, 16_383):
         check_wrong(gpu, "7b-tiny", position, patched(dims, *ON_TIME), patched(dims, *ON_TIME, (WAITS[part], "")))
 
@@ -432,7 +470,7 @@ def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
 
 def test_replacements_have_their_places():
     """Each control's, in the source as it is now; and it compiles."""
-    dims = DIMS["32b-tiny"]
+    dims = SHAPES["32b-tiny"]
     kernel = family.layers(dims)
     found = [patched(dims, *pairs) for _, *pairs in WRONG.values()]
     found += [patched(dims, (old, ""), delays=True) for old in EARLY.values()]
@@ -445,14 +483,14 @@ def test_replacements_have_their_places():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_that_fit(size):
-    dims = DIMS[size]
+    dims = SHAPES[size]
     assert family.fits(dims)
     assert family.kernels(dims) == [family.layers(dims)]
     assert dims.kv_heads % family.parts(dims) == 0
     assert family.spans(dims) * dims.kv_heads <= 132
 
 
-@pytest.mark.parametrize("dims", [*ODD.values(), DIMS["0.5b-tiny"], DIMS["3b-tiny"]])
+@pytest.mark.parametrize("dims", [*ODD.values(), SHAPES["0.5b-tiny"]])
 def test_sizes_that_do_not(dims):
     assert not family.fits(dims)
     assert family.kernels(dims) == []
