@@ -39,6 +39,7 @@ constexpr int GATE_UP_TILES = padded(INNER) / TILE_COLUMNS;
 constexpr int O_TILES = HIDDEN / TILE_ROWS, O_COLUMNS = Q_WIDTH / PARTS;  // of a part
 constexpr int PART_HEADS = KV_HEADS / PARTS;
 constexpr int POLLS = 1 << 21;  // of a thread in a launch: seconds, where results take microseconds
+constexpr int TRIES = 1 << 26;  // for a place in the ring: more seconds than all polls take
 constexpr int ALL_THREADS = THREADS + 4 * WARP;  // those that multiply; a warp that sends copies, one that clears, two idle
 
 constexpr int DOWN_COLUMNS = padded(INNER) / PARTS;
@@ -53,11 +54,6 @@ static_assert(O_COLUMNS % GROUP_SIZE == 0 && DOWN_COLUMNS % GROUP_SIZE == 0, "wh
 static_assert(QUADS >= GEMV_BLOCKS, "who has all of the residual's columns has heard of all blocks");
 
 enum Phase { QKV, ATTENTION, O_PROJ, GATE_UP, DOWN };
-#ifndef QUICK
-#define MARK(i, k)
-#else
-#define MARK(i, k) quick_mark(i, k)
-#endif
 
 // ---- What a block has of each matrix ----
 
@@ -112,7 +108,6 @@ constexpr int HEAD_PIECES = GROUP * HEAD_SIZE / 8;                // of a record
 constexpr int RECORD_PIECES = HEAD_PIECES + STATISTICS;
 constexpr int MERGED = PART_HEADS * HEAD_PIECES;                  // of the part's columns
 constexpr int SETS = THREADS / MERGED;                            // threads that share the spans of a piece
-constexpr int AT_ONCE = 3;                                        // spans that a thread polls for together
 static_assert(SETS >= 1 && MERGED % 16 == 0, "sixteen threads have a group of columns");
 static_assert((GROUP + 2) * HEAD_THREADS <= THREADS, "a thread has one part of q, k and v");
 static_assert(ITEMS <= THREADS && HEAD_PIECES <= THREADS && SLOTS <= WARPS, "of a span's sums");
@@ -184,12 +179,19 @@ struct Shared {
     float4 x[OWN_QUADS];                      // the residual's columns that the block adds up
     uint64_t full[STAGES], empty[STAGES];
     uint64_t k_full[SLOTS], v_full[SLOTS];
+    int quiet;  // no copies are to be sent for a phase that has not begun
     uint64_t entered, cleared;                // a token is there whose words say what may be cleared; that has been
     Block block;
     Span span;
 };
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
 static_assert(TURN_BYTES % ROW_BYTES == 0, "where pages begin");
+
+// While blocks hear from one another about the residual's row, memory is to be quiet: what they look for would wait behind
+// copies that are not needed yet. Thread 0 says so.
+__device__ __forceinline__ void hush(Shared& shared, bool quiet) {
+    if (threadIdx.x == 0) atomicExch(&shared.quiet, int(quiet));
+}
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
@@ -245,45 +247,28 @@ struct Feed {
         }
     }
 
-    __device__ __forceinline__ bool done(int slot, uint64_t* barriers, int round) const {
-        uint32_t is;
-        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(is) : "r"(shared_address(&barriers[slot])), "r"(round & 1) : "memory");
-        return is != 0;
+    // Whether a stage's `round`th copy has come, or been multiplied.
+    static __device__ __forceinline__ bool done(int slot, uint64_t* barriers, int round) {
+        return barrier_passed(&barriers[slot], round & 1);
     }
 
     __device__ __forceinline__ void send_all() {
-        Cursor ahead = at;
-        int asked = 0, tries = 0;  // stages that L2 has been asked for, beyond those sent
-        int phase_first = 0;       // the first stage of the phase that is sent
-        bool begun = false;        // it has been multiplied
-        long long last = 0;
+        int phase_first = 0, tries = 0;  // the first stage of the phase that is sent
+        bool begun = false;              // it has been multiplied
         while (at.i < a.layers) {
             const int slot = sent % STAGES;
             if (at.next == 0) phase_first = sent, begun = false;
             if (!begun && sent > phase_first) begun = done(phase_first % STAGES, shared.empty, phase_first / STAGES);
-            const int older = sent - (begun ? AHEAD : at.phase == DOWN ? EARLY_DOWN : EARLY);
-            const bool can = (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) &&
-                             (older < 0 || done(older % STAGES, shared.full, older / STAGES));
-            if (can) {
+            const int older = sent - (begun ? AHEAD : EARLY);
+            if ((begun || atomicOr(&shared.quiet, 0) == 0) && (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) &&
+                (older < 0 || done(older % STAGES, shared.full, older / STAGES))) {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];
                 barrier_expect(full, units(at) * UNIT_BYTES);
                 pieces(at, [&](int offset, const uint8_t* from, int bytes) { bulk_load(to + offset, from, bytes, full, policy); });
                 advance(at), ++sent, tries = 0;
-                if (PREFETCH > 0) {
-                    if (asked > 0) {
-                        --asked;
-                    } else {
-                        ahead = at;
-                    }
-                }
-            } else if (PREFETCH > 0 && asked < PREFETCH && ahead.i < a.layers && clock64() - last > PREFETCH_CYCLES) {
-                pieces(ahead, [&](int, const uint8_t* from, int bytes) { bulk_prefetch(from, bytes); });
-                advance(ahead), ++asked;
-                last = clock64();
-            } else if (++tries > (1 << 26)) {
-                report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer);
+            } else if (++tries > TRIES) {
+                report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer + at.i);
                 asm volatile("trap;");
             }
         }
@@ -370,9 +355,6 @@ struct Polling {
     // common/flagged.cuh). The bound is of all polls together: behind one that ended in a report, no other is waited for.
     __device__ __forceinline__ bool again(bool ready, int kernel, int layer) {
         if (__all_sync(0xffffffffu, ready)) return false;
-#ifdef D_PAUSE
-        __nanosleep(D_PAUSE);
-#endif
         if (++count < POLLS) return true;
         if (!ready) report_fault(fault, FAULT_RESULT, kernel, layer);
         return false;
@@ -400,31 +382,6 @@ __device__ __forceinline__ uint2 load_flagged_8(const void* address) {
     return x;
 }
 
-// One warp looks for a word of each of `count` results, MOST at the most, at address(number), until all are there; then the
-// block's threads load what they need. Were they all to poll for that, L2 would be busy with it instead of with weights.
-template <int MOST, typename Address>
-__device__ __forceinline__ void await_words(int count, Address address, Polling& polling, int kernel, int layer) {
-    if (threadIdx.x < WARP) {
-        constexpr int EACH = ceil_div(MOST, WARP);
-        uint32_t missing = 0;
-#pragma unroll
-        for (int n = 0; n < EACH; ++n) missing |= uint32_t(int(threadIdx.x) + n * WARP < count) << n;
-        do {
-            uint32_t word[EACH];
-#pragma unroll
-            for (int n = 0; n < EACH; ++n) {
-                word[n] = 0;
-                if (missing >> n & 1)
-                    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word[n]) : "l"(address(int(threadIdx.x) + n * WARP)) : "memory");
-            }
-#pragma unroll
-            for (int n = 0; n < EACH; ++n)
-                if ((word[n] & 0xffffu) != 0xffffu && word[n] >> 16 != 0xffffu) missing &= ~(1u << n);
-        } while (polling.again(missing == 0, kernel, layer));
-    }
-    meet();
-}
-
 // The stages in the order in which they come. Half of the warps multiply one, the other half the next: a warp has BATCH units,
 // whose token columns are in different columns of the MMA, so that lane t of a quad gets the sums of unit t, and what is to
 // be done with a unit's sums is done for all of them at once. Integer instructions are what limits this loop.
@@ -446,45 +403,47 @@ struct Stream {
             if (i + lane < SUMS_OF<PHASE> * 4) all[i + lane] = make_float4(0, 0, 0, 0);
         __syncwarp();  // zeros where the warp has nothing
         float* const sums = reinterpret_cast<float*>(all) + g;
-        const int first = block.first % GROUPS, stages = div_up(block.units, TURN), place = warp % TEAM * BATCH;
+        constexpr int TEAMS = WARPS / TEAM, STEP = TEAMS * TURN;
+        const int stages = div_up(block.units, TURN), place = warp % TEAM * BATCH;
+        int k = warp / TEAM, tile = (block.first % GROUPS + k * TURN + place) / GROUPS;
+        int group = (block.first % GROUPS + k * TURN + place) % GROUPS;  // of the first unit
         uint4 x[BATCH][2];
 #pragma unroll
         for (int u = 0; u < BATCH; ++u) x[u][0] = x[u][1] = make_uint4(0u, 0u, 0u, 0u);
-        for (int k = warp / TEAM; k < stages; k += WARPS / TEAM) {
+        for (; k < stages; k += TEAMS) {
             const uint32_t slot = (stage + k) % STAGES;
             barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, KERNEL_DOWN, layer);
             const int unit = k * TURN + place;
             int ones[2][4] = {}, sixteens[2][4] = {};  // of each chunk: one chain of products would wait for each
             float low_scale, high_scale;
             uint2 of;
-            const int mine = first + unit + t;  // of the block's tiles' units
+            const bool next = group + t >= GROUPS;  // the lane's unit is of the next tile
             if (unit < block.units) {  // missing units are there as nothing that counts
                 const uint8_t* const units = shared.ring[slot] + place * UNIT_BYTES;
-                const uint8_t* const columns =
-                    token + (first + unit + lane / 8) % GROUPS * TOKEN::GROUP_BYTES + lane % 8 * 16;
-                of = *reinterpret_cast<const uint2*>(token + mine % GROUPS * TOKEN::GROUP_BYTES + 2 * GROUP_SIZE);
+                const int loaded = group + lane / 8 - (group + lane / 8 >= GROUPS ? GROUPS : 0);
+                const uint8_t* const columns = token + loaded * TOKEN::GROUP_BYTES + lane % 8 * 16;
+                of = *reinterpret_cast<const uint2*>(token + (group + t - (next ? GROUPS : 0)) * TOKEN::GROUP_BYTES +
+                                                     2 * GROUP_SIZE);
                 const f16* const scales = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
                 low_scale = f16_to_float(scales[0]), high_scale = f16_to_float(scales[8]);
-                uint4 w[BATCH][2];
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u) {
+#pragma unroll
+                    for (int chunk = 0; chunk < 2; ++chunk)
+                        load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
+                }
 #pragma unroll
                 for (int u = 0; u < BATCH; ++u) {
                     const uint4* const codes = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES) + lane;
 #pragma unroll
-                    for (int chunk = 0; chunk < 2; ++chunk) {
-                        w[u][chunk] = codes[chunk * WARP];
-                        load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < BATCH; ++u) {
-#pragma unroll
-                    for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones[chunk], sixteens[chunk], w[u][chunk], x[u][chunk]);
+                    for (int chunk = 0; chunk < 2; ++chunk)
+                        multiply_codes(ones[chunk], sixteens[chunk], codes[chunk * WARP], x[u][chunk]);
                 }
             }
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
             if (lane == 0) barrier_arrive(&shared.empty[slot]);
-            if (unit >= block.units) continue;
+            if (unit >= block.units) break;
             const float scale = __uint_as_float(of.x);
             const int eights = int(of.y);
             const bool counts = unit + t < block.units;
@@ -494,11 +453,11 @@ struct Stream {
             float low = scale * float(256 * sum[0] + sum[1] + eights) * low_scale;
             float high = scale * float(256 * sum[2] + sum[3] + eights) * high_scale;
             low = counts ? low : 0.0f, high = counts ? high : 0.0f;
-            const int tile = (first + unit) / GROUPS;
-            const bool next = mine >= (tile + 1) * GROUPS;
             add_quad(sums + tile * TILE_ROWS, next ? 0.0f : low, next ? 0.0f : high, t);
-            if ((first + min_int(unit + BATCH, block.units) - 1) / GROUPS > tile)
+            if (group + min_int(BATCH, block.units - unit) > GROUPS)
                 add_quad(sums + (tile + 1) * TILE_ROWS, next ? low : 0.0f, next ? high : 0.0f, t);
+            group += STEP % GROUPS, tile += STEP / GROUPS;
+            if (group >= GROUPS) group -= GROUPS, ++tile;
         }
         stage += stages;
     }
@@ -517,10 +476,10 @@ struct Stream {
 // A row's sum over the block's part of a tile, which is its `tile`th, after a barrier behind multiply().
 __device__ __forceinline__ float row_sum(const Shared& shared, int tile, int row) {
     const float* const sums = reinterpret_cast<const float*>(shared.sums) + tile * TILE_ROWS + row;
-    float total = 0.0f;
+    float chains[4] = {};
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) total += sums[w * SUMS * TILE_ROWS];
-    return total;
+    for (int w = 0; w < WARPS; ++w) chains[w % 4] += sums[w * SUMS * TILE_ROWS];
+    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
 }
 
 // What the block stores of a phase's result: finite, and not NOT_READY.
@@ -546,9 +505,10 @@ __device__ __forceinline__ void store_o(const Shared& shared, const Qwen2LayersA
 
 // Of the row that entered last, after a barrier behind that.
 __device__ __forceinline__ float inverse_rms(const float* squares) {
-    float sum = 0.0f;
+    float sums[4] = {};  // chains that do not wait for one another
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += squares[w];
+    for (int w = 0; w < WARPS; ++w) sums[w % 4] += squares[w];
+    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     return rsqrtf(sum * (1.0f / HIDDEN) + EPS);
 }
 
@@ -629,30 +589,20 @@ __device__ __forceinline__ void add_up(Shared& shared, const float* pieces, floa
 struct Row {
     static constexpr int EIGHTS = (HIDDEN / 8 + THREADS - 1) / THREADS;
 
-    uint4 norm[EIGHTS];
-
     static __device__ __forceinline__ int column(int i) { return (i * THREADS + int(threadIdx.x)) * 8; }
-
-    __device__ __forceinline__ void load_norm(const f16* from) {
-#pragma unroll
-        for (int i = 0; i < EIGHTS; ++i)
-            norm[i] = column(i) < HIDDEN ? load_weights(from + column(i)) : make_uint4(0, 0, 0, 0);
-    }
 
     // x * norm as the token, as soon as x is there, and the squares' sums: what makes it rms(x, norm) is the same factor for
     // all columns, and multiplies results (inverse_rms). Ends with a barrier: both are there for all.
-    __device__ __forceinline__ void enter(Shared& shared, const float* from, Polling& polling, int kernel, int layer) const {
+    static __device__ __forceinline__ void enter(Shared& shared, const float* from, const f16* weights, Polling& polling, int kernel,
+                                                 int layer) {
         const int odd = threadIdx.x % 2;
-        uint4 x[EIGHTS][2];
+        uint4 norm[EIGHTS], x[EIGHTS][2];
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i)
+            norm[i] = column(i) < HIDDEN ? load_weights(weights + column(i)) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) x[i][0] = x[i][1] = unready_if(column(i) < HIDDEN);
         bool ready;
-#ifdef D_FIRST
-        if (threadIdx.x >= WARP) __nanosleep(D_FIRST);
-#endif
-#ifdef D_SENT
-        await_words<GEMV_BLOCKS>(GEMV_BLOCKS, [&](int b) { const Run r = part_of(Run{0, QUADS}, b, GEMV_BLOCKS); return from + (r.first + r.units) * 4 - 1; }, polling, kernel, layer);
-#endif
         do {
 #pragma unroll
             for (int i = 0; i < EIGHTS; ++i) {
@@ -671,7 +621,7 @@ struct Row {
             other.z = __shfl_xor_sync(0xffffffffu, other.z, 1), other.w = __shfl_xor_sync(0xffffffffu, other.w, 1);
             x[i][0] = odd ? other : x[i][0], x[i][1] = odd ? x[i][1] : other;
         }
-        MARK(layer, kernel == KERNEL_QKV ? 0 : 13);
+        hush(shared, false);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
@@ -695,12 +645,6 @@ struct Row {
 // The part's columns of inner as the token, as soon as they are there. Ends with a barrier.
 __device__ __forceinline__ void take_inner(Shared& shared, const f16* inner, Polling& polling, int layer) {
     constexpr int EIGHTS = (DOWN_COLUMNS / 8 + THREADS - 1) / THREADS;
-#ifdef D_SENT
-    const int first_block = shared.block.part.number * PART_BLOCKS;
-    await_words<PART_BLOCKS>(PART_BLOCKS, [&](int b) {
-        const Run r = part_of(Run{0, GATE_UP_TILES}, first_block + b, GEMV_BLOCKS), own = part_of(Run{0, GATE_UP_TILES}, first_block, GEMV_BLOCKS);
-        return inner + max_int((r.first + r.units - own.first) * TILE_COLUMNS, 2) - 2; }, polling, KERNEL_DOWN, layer);
-#endif
     uint4 x[EIGHTS];
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) x[i] = unready_if((i * THREADS + int(threadIdx.x)) * 8 < DOWN_COLUMNS);
@@ -713,7 +657,6 @@ __device__ __forceinline__ void take_inner(Shared& shared, const f16* inner, Pol
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) ready = ready && halves_there(x[i]);
     } while (polling.again(ready, KERNEL_DOWN, layer));
-    MARK(layer, 19);
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
         const int column = (i * THREADS + int(threadIdx.x)) * 8;
@@ -887,25 +830,25 @@ __device__ __forceinline__ void attend(const Qwen2LayersArgs& a, Shared& shared,
         if (lane < STATISTICS)
             shared.own[warp][lane] = make_float4(softmax.top[0], softmax.sum[0], softmax.top[1], softmax.sum[1]);
     }
-    MARK(i, 6);
     meet();  // all warps' sums are there
     f16* const halves = reinterpret_cast<f16*>(shared.q);
     uint4* const record = a.partials + int64_t(shared.block.place.kv_head * SPANS + shared.block.place.span) * RECORD_PIECES;
     if (threadIdx.x < ITEMS) {
+        // All warps' loads together, also those of warps without a page, whose sums do not count.
         float4 all = make_float4(none(), 0.0f, none(), 0.0f), o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int w = 0; w < SLOTS; ++w) {
-            if (w >= active) break;
             const float4 one = shared.own[w][threadIdx.x % STATISTICS];
-            all.x = fmaxf(all.x, one.x), all.z = fmaxf(all.z, one.z);
+            if (w < active) all.x = fmaxf(all.x, one.x), all.z = fmaxf(all.z, one.z);
         }
 #pragma unroll
         for (int w = 0; w < SLOTS; ++w) {
-            if (w >= active) break;
             const float4 one = shared.own[w][threadIdx.x % STATISTICS];
+            const float4 part = reinterpret_cast<const float4*>(shared.pages[w])[threadIdx.x];
             const float2 weight = make_float2(exp2_fast(one.x - all.x), exp2_fast(one.z - all.z));
+            if (w >= active) continue;
             all.y = fmaf(weight.x, one.y, all.y), all.w = fmaf(weight.y, one.w, all.w);
-            o = weighted(o, reinterpret_cast<const float4*>(shared.pages[w])[threadIdx.x], weight);
+            o = weighted(o, part, weight);
         }
         const float2 inverse = make_float2(__frcp_rn(all.y), __frcp_rn(all.w));
         const int query = threadIdx.x % 4 * 2, dim = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
@@ -929,14 +872,6 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
     const uint4* const records =
         a.partials + int64_t(shared.block.part.number * PART_HEADS + piece / HEAD_PIECES) * (SPANS * RECORD_PIECES);
     float acc[8] = {}, top = none(), sum = 0.0f;
-#ifdef D_SENT
-    await_words<SPANS * PART_HEADS>(spans * PART_HEADS, [&](int n) {
-        return reinterpret_cast<const uint32_t*>(a.partials + int64_t((shared.block.part.number * PART_HEADS + n / spans) * SPANS + n % spans) * RECORD_PIECES + HEAD_PIECES) - 1;
-    }, polling, KERNEL_O_PROJ, layer);
-#endif
-#ifdef D_MERGE
-    if (shared.span.count == 0) __nanosleep(D_MERGE);
-#endif
     for (int from = 0; from < spans; from += SETS * AT_ONCE) {
         uint4 x[AT_ONCE];
         uint2 statistics[AT_ONCE];
@@ -975,7 +910,6 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
             sum = fmaf(sum, factor, weight);
         }
     }
-    MARK(layer, 8);
     shared.merge.sums[0][threadIdx.x] = make_float4(acc[0], acc[1], acc[2], acc[3]);
     shared.merge.sums[1][threadIdx.x] = make_float4(acc[4], acc[5], acc[6], acc[7]);
     shared.merge.statistics[threadIdx.x] = make_float2(top, sum);
@@ -1014,8 +948,6 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
 __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared) {
     Stream stream{shared, a.fault, 0};
     Polling polling{a.fault, 0};
-    Row row;
-    row.load_norm(a.input_norm[0]);
     pdl_wait();  // the residual, the position and its page
     pdl_trigger();
     const int position = __ldcg(a.positions);
@@ -1042,74 +974,57 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
 
     for (int i = 0; i < a.layers; ++i) {
         const int layer = a.layer + i;
-        row.enter(shared, i == 0 ? a.residual : end_of(a, i - 1), polling, KERNEL_QKV, layer);
-        MARK(i, 1);
+        Row::enter(shared, i == 0 ? a.residual : end_of(a, i - 1), a.input_norm[i], polling, KERNEL_QKV, layer);
         phase_resumed(i, QKV);
         float inverse = inverse_rms(shared.squares);
         stream.multiply<QKV>(shared.token, layer);
-        MARK(i, 2);
         meet();  // every warp's sums are there, and none needs the token
-        MARK(i, 3);
         store_pieces<QkvSplit>(shared, shared.block.units[QKV], blockIdx.x, QKV_ROWS, inverse, a.qkv_pieces,
                                a.fault, KERNEL_QKV, layer);
-        MARK(i, 4);
         phase_ended(i, QKV);
 
-        row.load_norm(a.post_norm[i]);
         if (shared.span.count > 0) {
             take_qkv(a, shared, i, polling);
-            MARK(i, 5);
             phase_resumed(i, ATTENTION);
             attend(a, shared, copies, i, page_parity);
         }
-        MARK(i, 7);
         phase_ended(i, ATTENTION);
 
         merge(a, shared, polling, layer);
-        MARK(i, 9);
         phase_resumed(i, O_PROJ);
         stream.multiply<O_PROJ>(shared.token, layer);
-        MARK(i, 10);
         meet();  // as above
-        MARK(i, 11);
         store_o(shared, a, layer);
-        MARK(i, 12);
         phase_ended(i, O_PROJ);
 
+        hush(shared, true);
         if (threadIdx.x < WARP) add_up<OPieces>(shared, a.o_pieces, middle_of(a, i), true, polling, KERNEL_GATE_UP, layer);
-        row.enter(shared, middle_of(a, i), polling, KERNEL_GATE_UP, layer);
-        MARK(i, 14);
+        meet();  // before, polls would only be in the way of that
+        Row::enter(shared, middle_of(a, i), a.post_norm[i], polling, KERNEL_GATE_UP, layer);
         phase_resumed(i, GATE_UP);
         entered();
         inverse = inverse_rms(shared.squares);
         stream.multiply<GATE_UP>(shared.token, layer);
-        MARK(i, 15);
         meet();  // as above
-        MARK(i, 16);
         await_clearing(layer);
-        MARK(i, 17);
         store_inner(shared, a, inverse, i);
-        MARK(i, 18);
         phase_ended(i, GATE_UP);
 
-        if (i + 1 < a.layers) row.load_norm(a.input_norm[i + 1]);
         take_inner(shared, inner_of(a, i) + shared.block.part.number * DOWN_COLUMNS, polling, layer);
-        MARK(i, 20);
         phase_resumed(i, DOWN);
         stream.multiply<DOWN>(shared.inner, layer);
         reads_before_copies();  // of what lay where pages come now
-        MARK(i, 21);
         meet();                 // as above
-        MARK(i, 22);
         if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);
         store_pieces<DownSplit>(shared, shared.block.units[DOWN], shared.block.part.index, HIDDEN, 1.0f / INNER_SCALE,
                                 down_of(a, i) + shared.block.part.number * (DOWN_PIECES * HIDDEN), a.fault, KERNEL_DOWN, layer);
-        MARK(i, 23);
         phase_ended(i, DOWN);
+        hush(shared, i + 1 < a.layers);
         if (threadIdx.x < WARP) {
             const bool last = i + 1 == a.layers;
             add_up<DownPieces>(shared, down_of(a, i), last ? a.residual_out : end_of(a, i), !last, polling, KERNEL_QKV, layer);
         }
+        meet();  // before, polls would only be in the way of that
     }
 }
 
@@ -1119,6 +1034,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
     const int warp = threadIdx.x / WARP;
     if (threadIdx.x == THREADS) {  // what sends copies: the first ones wait for no one
         shared.block.find();
+        shared.quiet = 0;
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(&shared.full[s], 1);
             barrier_init(&shared.empty[s], TEAM);

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cuq1.config_qwen2 import Qwen2Config
 from cuq1.cuda import abi
 from cuq1.cuda.abi import QWEN2_LAYERS
-from cuq1.cuda.kernels import head, qwen2_attention, qwen2_head
+from cuq1.cuda.kernels import head, qwen2_attention, qwen2_head, qwen2_layers
 from cuq1.models.collect import Tensor, buffer_of
 from cuq1.models.qwen2_forms import HALF, Form, form_for, handed_bytes, runs_of
 from cuq1.plan.dims import MAX_TOP_K, MULTIPROCESSORS, ROWS, Dims
@@ -97,8 +97,10 @@ class Model:
 
     @property
     def short_context(self) -> int:
-        """Positions up to which a pass may use the plans for short contexts: none where one plan serves any context."""
-        return 0 if self.form == "layers" else qwen2_attention.short_positions(self.sizes)
+        """Positions up to which a pass may use the plans for short contexts."""
+        if self.form == "layers":
+            return qwen2_layers.short_positions(self.sizes)
+        return qwen2_attention.short_positions(self.sizes)
 
     def is_short(self, done: int) -> bool:
         """Whether a pass at position `done` may use the plans for short contexts: as control.cu decides it."""

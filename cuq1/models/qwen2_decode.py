@@ -100,7 +100,7 @@ def _layers(b: Builder, region: int, run: range) -> None:
     read = b.size(*weights) + len(run) * b.context * row
     write = len(run) * (handed_bytes(d, "layers") + row) + d.hidden * 4
     variant = f"{run[0]}-{run[-1]}" if len(run) > 1 else ""
-    b.put(qwen2_layers.layers(d), "layers", run[0], args, read, write, variant)
+    b.put(qwen2_layers.layers(d, short=b.short), "layers", run[0], args, read, write, variant)
 
 
 def _each(b: Builder, prefixes: Sequence[str], name: str) -> tuple[Ref, ...]:
@@ -246,7 +246,7 @@ def _sample(b: Builder, *, first: bool) -> None:
 
 def round_of(model: Model, *, context: int = 1024, short: bool = False) -> Plan:
     """A token: its forward pass, and the draw of the next one. context counts the bytes only; short: its position does
-    not reach `model.short_context`; of no meaning in the form `layers`."""
+    not reach `model.short_context`."""
     b = Builder(model, context, short=short)
     _token(b)
     _sample(b, first=False)

@@ -14,12 +14,15 @@ from cuq1.cuda.abi import QWEN2_LAYERS
 from cuq1.cuda.kernels import qwen2_layers
 from cuq1.errors import ConfigError
 from cuq1.plan.dims import MULTIPROCESSORS
-from cuq1.plan.qwen2_dims import Qwen2Dims, padded, pieces
+from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES, Qwen2Dims, matrix_bytes, padded, pieces
 from cuq1.plan.types import Ref
 
 Form = Literal["layers", "chain", "launches"]
 FORMS: tuple[Form, ...] = get_args(Form)
 HALF = 2  # bytes
+# Bytes of a layer's weights from which `layers` is the fastest: with fewer, what counts is how long blocks take to hear
+# of each other, which the chain does in fewer steps (tools/decisions/021-all-layers-in-one-launch.md).
+LARGE = 64 << 20
 _ALIGNMENT = 128  # of each part of `handed`: no line of a cache holds two parts
 
 
@@ -31,11 +34,19 @@ def form_for(d: Qwen2Dims, sms: int, wanted: Form | None = None) -> Form:
         "launches": True,
     }
     if wanted is None:
-        return next(form for form in FORMS if possible[form])
+        faster = FORMS if layer_bytes(d) >= LARGE else FORMS[1:]
+        return next(form for form in faster if possible[form])
     if not possible[wanted]:
         why = f"a GPU of {MULTIPROCESSORS} multiprocessors, not {sms}" if sms < MULTIPROCESSORS else "a larger model"
         raise ConfigError(f"form {wanted} takes {why}: choose {' or '.join(f for f in FORMS if possible[f])}")
     return wanted
+
+
+def layer_bytes(d: Qwen2Dims) -> int:
+    """Of a layer's INT4 matrices as kernels read them."""
+    gate_up = d.gate_up_tiles * (padded(d.hidden) // GROUP) * UNIT_BYTES
+    rest = ((d.qkv_rows, d.hidden), (d.hidden, d.q_width), (d.hidden, d.inner))
+    return gate_up + sum(matrix_bytes(rows, k) for rows, k in rest)
 
 
 def runs_of(layers: int, most: int = QWEN2_LAYERS) -> tuple[range, ...]:

@@ -40,6 +40,19 @@ __device__ __forceinline__ bool barrier_try(uint64_t* barrier, uint32_t parity) 
     return done != 0;
 }
 
+// The same without being suspended.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Waits for a phase to complete. The hardware suspends each try for about a microsecond, so the bound is seconds: a
 // copy that does not arrive by then never will, and the launch ends with a report instead of hanging.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity, Fault* fault, int kernel, int layer) {

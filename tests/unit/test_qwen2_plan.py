@@ -224,12 +224,19 @@ def test_what_layers_hand_on(name):
 
 
 @pytest.mark.parametrize("name", FIT)
-def test_one_plan_serves_any_context(name):
+def test_a_short_context_has_a_plan_with_more_room_for_weights(name):
     model = model_of(name, form="layers")
-    assert not model.is_short(0)
-    assert qwen2_decode.round_of(model, short=True) == qwen2_decode.round_of(model)
-    other = model_of(name, form="chain")
-    assert qwen2_decode.round_of(other, short=True) != qwen2_decode.round_of(other)
+    assert model.short_context == qwen2_layers.spans(model.sizes) * qwen2_layers.SLOTS * 16
+    assert model.is_short(0)
+    assert not model.is_short(model.short_context)
+    (short, long) = (
+        [one.kernel for one in qwen2_decode.round_of(model, short=short).launches if one.label == "layers"]
+        for short in (True, False)
+    )
+    assert {one.kernel.entry for one in qwen2_decode.round_of(model).launches} >= {"qwen2_layers"}
+    for a, b in zip(short, long, strict=True):
+        assert dict(a.defines)["SLOTS"] < dict(b.defines)["SLOTS"]
+        assert dict(a.defines)["STAGES"] >= dict(b.defines)["STAGES"]
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,24 @@ from cuq1.plan.kernel import Kernel
 from cuq1.plan.qwen2_dims import GROUP, PAGE, TILE, UNIT_BYTES, Qwen2Dims, padded, pieces, tiles
 
 WARPS = 16  # that multiply
+BATCH = 4  # units that a warp multiplies together
 UNITS = 32  # of a stage of the ring
 MAX_STAGES = 5
-EARLY_DOWN = 1
 AHEAD, EARLY = 2, 1  # stages that may be on their way at once: of the phase at hand, and before it is
-SLOTS = 4  # pages that a block holds at once, each a warp's
+SLOTS, LONG_SLOTS = 4, 8  # pages that a block holds at once, each a warp's: the second in a long context
 SPAN_PAGES = 4  # of a block in attention, where there are blocks enough
 MAX_SPANS = 33  # of a KV head's positions
 PARTS = 4  # of o_proj's columns, at the most
-PREFETCH, PREFETCH_CYCLES = 0, 1700
 SHARED = 232448  # bytes that a block may have
 STATISTICS = 64  # bytes behind a partial result's halves: eight queries' maximum and sum
 
 
 def parts(dims: Qwen2Dims) -> int:
-    """Parts of o_proj's and down's columns, each some KV heads' queries, that blocks share out; 0 where these are no whole
-    groups."""
+    """Parts of o_proj's and down's columns, each some KV heads' queries, that blocks share out; 0 where these are no
+    whole groups."""
     groups = dims.q_width / GROUP, padded(dims.inner) // GROUP
     fit = (n for n in (4, 2, 1) if n <= min(PARTS, dims.kv_heads) and dims.kv_heads % n == 0)
-    return next((n for n in fit if all(count % n == 0 for count in groups)), 0)
+    return next((n for n in fit if all(count % n == 0 and count // n >= BATCH for count in groups)), 0)
 
 
 def spans(dims: Qwen2Dims) -> int:
@@ -57,23 +56,33 @@ def handed(dims: Qwen2Dims) -> dict[str, int]:
 
 
 def fits(dims: Qwen2Dims) -> bool:
-    """Whether a model's layers can be one launch: every block adds up some of the residual's columns, which is how blocks
-    hear of each other, and o_proj's and down's columns can be shared out."""
-    return dims.hidden // 4 >= MULTIPROCESSORS and parts(dims) > 0 and dims.hidden % GROUP == 0 and dims.group <= 8
+    """Whether a model's layers can be one launch: every block adds up some of the residual's columns, which is how
+    blocks hear of each other, has units of q, k and v, and o_proj's and down's columns can be shared out."""
+    groups = dims.hidden // GROUP
+    enough = dims.hidden // 4 >= MULTIPROCESSORS and tiles(dims.qkv_rows) * groups >= MULTIPROCESSORS
+    return enough and dims.hidden % GROUP == 0 and groups >= BATCH and parts(dims) > 0 and dims.group <= 8
 
 
-def layers(dims: Qwen2Dims) -> Kernel:
+def short_positions(dims: Qwen2Dims) -> int:
+    """Positions up to which every page of a span has a place of its own in the form for short contexts."""
+    return spans(dims) * SLOTS * PAGE
+
+
+def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     """residual_out float32 [hidden] = residual float32 [hidden] behind a run of layers; K and V of the position.
 
-    args: at most QWEN2_LAYERS layers' weights, norms, biases and pages, in order. qkv_pieces float32 [pieces, qkv_rows],
-    partials [kv_heads, spans, record_bytes], o_pieces float32 [parts, hidden], inner float16 [padded inner] and
-    down_pieces float32 [pieces, hidden] must be NOT_READY in every word, 0xffffffff; the last two are not in the end.
-    All blocks have to be resident together: the GPU must have MULTIPROCESSORS of them. Twin: tests' `qwen2_layers`.
+    args: at most QWEN2_LAYERS layers' weights, norms, biases and pages, in order. What blocks hand to one another
+    (`handed`) must be NOT_READY in every word, 0xffffffff; rows_handed, inner and down_pieces are not in the end. All
+    blocks have to be resident together: the GPU must have MULTIPROCESSORS of them. Right for any position; short: with
+    more room for weights and less for pages. Twin: tests' `qwen2_layers`.
     ValueError for a model that does not fit.
     """
     if not fits(dims):
         raise ValueError(f"these sizes leave a block without work in a phase, or cut groups: {dims}")
-    fixed = _fixed_smem(dims)
+    slots = SLOTS if short else LONG_SLOTS
+    fixed = _fixed_smem(dims, slots)
+    merging = dims.kv_heads // parts(dims) * dims.group * dims.head_size // 8  # threads that have all columns of a part
+    rounds = -(-spans(dims) // (WARPS * 32 // merging))
     stages = min(MAX_STAGES, (SHARED - fixed) // (UNITS * UNIT_BYTES))
     own = (
         ("GROUP", dims.group),
@@ -82,15 +91,13 @@ def layers(dims: Qwen2Dims) -> Kernel:
         ("STAGES", stages),
         ("AHEAD", min(AHEAD, stages)),
         ("EARLY", min(EARLY, stages)),
-        ("EARLY_DOWN", min(EARLY_DOWN, stages)),
         ("TOKEN", "Digits"),
-        ("SLOTS", SLOTS),
+        ("SLOTS", slots),
+        ("AT_ONCE", min(3 if short else 5, rounds)),
         ("SPAN_PAGES", SPAN_PAGES),
         ("SPANS", spans(dims)),
         ("PARTS", parts(dims)),
         ("DOWN_PIECES", down_pieces(dims)),
-        ("PREFETCH", PREFETCH),
-        ("PREFETCH_CYCLES", PREFETCH_CYCLES),
         ("SMEM", fixed + stages * (UNITS * UNIT_BYTES)),
     )
     return Kernel(
@@ -112,10 +119,10 @@ def _token_bytes(k: int) -> int:
     return padded(k) // GROUP * (2 * GROUP + 16)
 
 
-def _fixed_smem(dims: Qwen2Dims) -> int:
+def _fixed_smem(dims: Qwen2Dims, slots: int) -> int:
     """All but the ring: kernels_cu/qwen2_layers.cu's Shared."""
     most = MULTIPROCESSORS
-    turns = max(SLOTS * 2 * PAGE * dims.head_size * 2, WARPS * 32 * 40, _token_bytes(padded(dims.inner) // parts(dims)))
+    turns = max(slots * 2 * PAGE * dims.head_size * 2, WARPS * 32 * 40, _token_bytes(padded(dims.inner) // parts(dims)))
     token = max(_token_bytes(max(dims.hidden, dims.q_width // parts(dims))), dims.head_size // 16 * 33 * 16)
 
     def touched(rows: int, k: int, blocks: int) -> int:
@@ -128,9 +135,9 @@ def _fixed_smem(dims: Qwen2Dims) -> int:
         -(-dims.gate_up_tiles // most),
         -(-tiles(dims.hidden) // (most // parts(dims))),
     )
-    return turns + token + WARPS * sums * TILE * 4 + SLOTS * 64 + dims.head_size * 4 + WARPS * 4 + _BARRIERS
+    return turns + token + WARPS * sums * TILE * 4 + slots * 64 + dims.head_size * 4 + WARPS * 4 + _BARRIERS
 
 
 def kernels(dims: Qwen2Dims) -> list[Kernel]:
     """All of the family that the model's sizes allow."""
-    return [layers(dims)] if fits(dims) else []
+    return [layers(dims, short=short) for short in (False, True)] if fits(dims) else []
