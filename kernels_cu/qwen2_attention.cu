@@ -18,31 +18,20 @@
 // of all; the token's own key and value are put behind them, and zeros behind those, so nothing is read that no one has
 // written. A stage's pages are all of one warp: pages arrive in any order and a warp may be several ahead of another, which
 // would else take an mbarrier's last phase for its next one.
-// A page is the M of m16n8k16: 16 keys by HEAD_SIZE dimensions times 8 queries for the scores, then HEAD_SIZE dimensions by
-// 16 keys times 8 queries' probabilities. A query is two halves, high part and low, so that scores are those of FP32
-// queries; probabilities are halves. A warp has a page to itself, with a maximum of its own: warps meet once, at the end.
+// How a warp attends to a page: common/qwen2_attend.cuh. Warps meet once, at the end.
 // Then blocks of a cluster send each other their sums, each those of the dimensions that the receiver finishes, by st.async:
 // one trip instead of partials in memory and another launch. Three launches are to share a multiprocessor, which is what
 // bounds registers and stages. What was measured: tools/decisions/018-qwen2-attention.md.
-#include "abi_qwen2.cuh"
-#include "common/attend.cuh"
 #include "common/cluster.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/pieces.cuh"
+#include "common/qwen2_attend.cuh"
 #include "common/reduce.cuh"
 
 constexpr int CONSUMERS = WARPS * WARP;  // threads; a warp more copies
 constexpr int THREADS = CONSUMERS + WARP;
-constexpr int ROW_BYTES = HEAD_SIZE * 2;
-constexpr int PAGE_BYTES = PAGE * ROW_BYTES;
-constexpr int STEPS = HEAD_SIZE / 16;       // of the product with keys; m-tiles of the product with values
-constexpr int QUERIES = 8;                  // N of the MMA
-constexpr int ITEMS = STEPS * WARP;         // of sums: four a thread and m-tile
 constexpr int PART_ITEMS = ITEMS / CLUSTER; // that a block of a cluster finishes
 constexpr int PART_DIMS = HEAD_SIZE / CLUSTER;
-constexpr int STATISTICS = QUERIES / 2;     // float4s: maximum and sum of two queries each
-constexpr int HEAD_THREADS = HEAD_SIZE / 8; // of a head of q, k or v: dimensions 4 i .. 4 i + 3 and as many half a head on
 constexpr int INPUTS = (GROUP + 2) * HEAD_THREADS;
 constexpr int INPUT_ROUNDS = (INPUTS + THREADS - 1) / THREADS;
 constexpr int Q_WIDTH = Q_HEADS * HEAD_SIZE;
@@ -50,9 +39,6 @@ constexpr int QKV_ROWS = Q_WIDTH + 2 * KV_HEADS * HEAD_SIZE;
 constexpr int PADDED_Q = (Q_WIDTH + 127) / 128 * 128;
 using QkvPieces = Pieces<QKV_ROWS, HIDDEN, GEMV_BLOCKS>;
 
-static_assert(HEAD_SIZE == 64 || HEAD_SIZE == 128, "lanes' shares are laid out for these");
-static_assert(PAGE == 16, "a page is an m-tile of keys, and a k-step of values");
-static_assert(GROUP >= 1 && GROUP <= QUERIES && KV_HEADS * GROUP == Q_HEADS, "a KV head's queries are N");
 static_assert(STAGES % WARPS == 0, "a stage is of one warp, whose sums lie in its last page's in the end");
 static_assert(PAGE_BYTES >= ITEMS * 16, "which has room for them");
 static_assert(ITEMS % CLUSTER == 0 && PART_ITEMS % 8 == 0, "a block finishes whole dimensions");
@@ -68,9 +54,7 @@ struct Barriers {
 struct Shared {
     Stage stages[STAGES];  // at a multiple of ROW_BYTES
     Barriers barriers[STAGES];
-    // A lane's operands of a step: two words, each its high and its low part. A step more lies 16 bytes further on, so that
-    // a warp's stores of two queries meet a bank twice at most.
-    uint4 q[STEPS][WARP + 1];
+    QueryStep q[STEPS];
     float4 parts[CLUSTER][PART_ITEMS];       // each block's sums of this block's dimensions
     float4 statistics[CLUSTER][STATISTICS];  // each block's
     float4 own[WARPS][STATISTICS];           // each warp's
@@ -89,13 +73,6 @@ __device__ __forceinline__ Share share_of(int position, int split, int splits) {
     const int pages = position / PAGE + 1;
     const int begin = split * pages / splits, end = (split + 1) * pages / splits;  // no overflow below 200 M positions
     return {end - 1, end - begin, split == splits - 1 ? position % PAGE : PAGE};
-}
-
-// A matrix of keys or queries, transposed: half of an operand's columns.
-__device__ __forceinline__ uint32_t transposed(uint32_t x) {
-    uint32_t y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
 }
 
 // A warp that copies pages of the share.
@@ -140,17 +117,6 @@ struct Input {
     float4 x[2];
 };
 
-__device__ __forceinline__ float4 unpacked(uint2 x) {
-    const float2 lo = unpack_f16(x.x), hi = unpack_f16(x.y);
-    return make_float4(lo.x, lo.y, hi.x, hi.y);
-}
-
-// Turns of position * inverse_frequency, less whole ones: in double, since a large float is of another angle.
-__device__ __forceinline__ float turns_of(int position, double inverse_frequency) {
-    const double turns = position * (inverse_frequency * 0.15915494309189535);  // 1 / (2 pi)
-    return float(turns - rint(turns));
-}
-
 // Before the predecessor ends: which part, and its bias.
 __device__ __forceinline__ Input input_of(const Qwen2AttentionArgs& a, int round, bool tail) {
     Input in;
@@ -168,10 +134,6 @@ __device__ __forceinline__ Input input_of(const Qwen2AttentionArgs& a, int round
             some ? __ldg(reinterpret_cast<const uint2*>(a.bias + row + half * (HEAD_SIZE / 2))) : make_uint2(0u, 0u);
     }
     return in;
-}
-
-__device__ __forceinline__ float4 plus(float4 x, float4 y) {
-    return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
 }
 
 // All rounds' pieces together, in one trip.
@@ -199,100 +161,19 @@ __device__ __forceinline__ void load_inputs(Input (&in)[INPUT_ROUNDS]) {
     }
 }
 
-__device__ __forceinline__ void turn(float4 (&x)[2], const float4& cosine, const float4& sine) {
-    const float4 lo = x[0], hi = x[1];
-    x[0] = make_float4(lo.x * cosine.x - hi.x * sine.x, lo.y * cosine.y - hi.y * sine.y, lo.z * cosine.z - hi.z * sine.z,
-                       lo.w * cosine.w - hi.w * sine.w);
-    x[1] = make_float4(hi.x * cosine.x + lo.x * sine.x, hi.y * cosine.y + lo.y * sine.y, hi.z * cosine.z + lo.z * sine.z,
-                       hi.w * cosine.w + lo.w * sine.w);
-}
-
-// Four dimensions of a query, from `dim` on, as operands.
-__device__ __forceinline__ void store_query(Shared& shared, int query, int dim, float4 x) {
-    const float scale = LOG2E * (HEAD_SIZE == 64 ? 0.125f : 0.08838834764831845f);  // 1 / sqrt(HEAD_SIZE)
-    const float values[4] = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t high = pack_f16(values[2 * i], values[2 * i + 1]);
-        const float2 rounded = unpack_f16(high);
-        const uint32_t low = pack_f16(values[2 * i] - rounded.x, values[2 * i + 1] - rounded.y);
-        const int d = dim % 16 + 2 * i;  // lane (query, t) has dimensions 2t, 2t + 1 and, as its second word, 8 on
-        uint4* const to = &shared.q[dim / 16][query * 4 + d % 8 / 2];
-        reinterpret_cast<uint2*>(to)[d / 8] = make_uint2(high, low);
-    }
-}
-
-// Four dimensions of this token's key or value: into the tail page's stage, and into its page of the cache.
-__device__ __forceinline__ void store_row(uint8_t* stage, f16* cached, int own, int dim, float4 x) {
-    const uint2 halves = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
-    const int at = own * HEAD_SIZE + page_piece(own, dim / 8) * 8 + dim % 8;
-    *reinterpret_cast<uint2*>(stage + at * 2) = halves;
-    if (cached != nullptr) *reinterpret_cast<uint2*>(cached + at) = halves;
-}
-
-// What a warp, then a block, knows of the pages that it has seen: of queries 2t and 2t + 1.
-struct Softmax {
-    float top[2];
-    float sum[2];
-    float4 out[STEPS];  // dimensions 16 j + g, of both queries, then 16 j + g + 8
-};
-
 __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shared, const Share& share, Softmax& softmax) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4;
-    // Of ldmatrix's four matrices, lanes 8 o onwards point at rows of matrix o: keys from 8 (o % 2), the piece o / 2.
-    const uint32_t line = shared_address(shared.stages) + lane % 16 * ROW_BYTES + page_piece(lane % 16, lane / 16) * 16;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) softmax.top[i] = none(), softmax.sum[i] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) softmax.out[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-
+    const int warp = threadIdx.x / WARP;
+    const uint32_t line = Softmax::line(shared_address(shared.stages));
+    softmax.begin();
     int slot = warp;
     uint32_t parity = 0;
     for (int i = warp; i < share.count; i += WARPS) {
         const uint32_t page = line + slot * sizeof(Stage);
         Barriers& barriers = shared.barriers[slot];
-        // Scores of keys g and g + 8, of queries 2t and 2t + 1. Two chains, as one would wait for each MMA.
-        float chain[2][4] = {};
         barrier_wait(&barriers.k_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
-#pragma unroll
-        for (int c = 0; c < STEPS; ++c) {
-            uint32_t k[4];
-            ldmatrix(k, page ^ (c << 5));
-            const uint4 q = shared.q[c][lane];
-            mma_f16(chain[0], k[0], k[1], k[2], k[3], q.x, q.z);
-            mma_f16(chain[1], k[0], k[1], k[2], k[3], q.y, q.w);
-        }
-        float s[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = chain[0][e] + chain[1][e];
-        if (i == 0 && share.own < PAGE) {  // the tail page's rows beyond this token
-            if (g > share.own) s[0] = s[1] = none();
-            if (g + 8 > share.own) s[2] = s[3] = none();
-        }
-        float factor[2], p[4];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            float top = fmaxf(s[n], s[n + 2]);
-#pragma unroll
-            for (int offset = 4; offset < WARP; offset *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-            top = fmaxf(top, softmax.top[n]);  // a number: a page has a visible key
-            factor[n] = exp2_fast(softmax.top[n] - top);
-            softmax.top[n] = top;
-            p[n] = exp2_fast(s[n] - top);
-            p[n + 2] = exp2_fast(s[n + 2] - top);
-            softmax.sum[n] = fmaf(softmax.sum[n], factor[n], p[n] + p[n + 2]);
-        }
-        const uint32_t p_low = transposed(pack_f16(p[0], p[1])), p_high = transposed(pack_f16(p[2], p[3]));
+        const Softmax::Page seen = softmax.keys(page, shared.q, i == 0 && share.own < PAGE, share.own);
         barrier_wait(&barriers.v_full, parity, a.fault, KERNEL_ATTENTION, a.layer);
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-            uint32_t v[4];
-            ldmatrix_transposed(v, (page ^ (j << 5)) + PAGE_BYTES);  // dimensions are rows, the second eight keys columns
-            float4& o = softmax.out[j];
-            float sums[4] = {o.x * factor[0], o.y * factor[1], o.z * factor[0], o.w * factor[1]};
-            mma_f16(sums, v[0], v[2], v[1], v[3], p_low, p_high);
-            o = make_float4(sums[0], sums[1], sums[2], sums[3]);
-        }
+        softmax.values(page, seen);
         if (i + STAGES < share.count) {  // every lane: the page may be overwritten
             reads_before_copies();
             barrier_arrive(&barriers.empty);
@@ -300,38 +181,12 @@ __device__ __forceinline__ void attend(const Qwen2AttentionArgs& a, Shared& shar
         slot += WARPS;
         if (slot >= STAGES) slot -= STAGES, parity ^= 1;
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int offset = 4; offset < WARP; offset *= 2)
-            softmax.sum[n] += __shfl_xor_sync(0xffffffffu, softmax.sum[n], offset);
-    }
+    softmax.end();
 }
 
 // Where a warp leaves its sums: the stage of its last page, which no copy follows into, or one that had no page.
 __device__ __forceinline__ int sums_stage(const Share& share, int warp) {
     return (share.count > warp ? warp + (share.count - 1 - warp) / WARPS * WARPS : warp) % STAGES;
-}
-
-__device__ __forceinline__ float4 weighted(float4 o, float4 x, float2 w) {
-    return make_float4(fmaf(w.x, x.x, o.x), fmaf(w.y, x.y, o.y), fmaf(w.x, x.z, o.z), fmaf(w.y, x.w, o.w));
-}
-
-// Weights of COUNT maxima (x and z of statistics of two queries), and what the two queries have in all. A part that has seen
-// nothing has the maximum -inf: weight 0. Where none has seen anything, so has the whole.
-template <int COUNT>
-__device__ __forceinline__ float4 joined(const float4 (&statistics)[COUNT], float2 (&weight)[COUNT]) {
-    float4 all = make_float4(none(), 0.0f, none(), 0.0f);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) all.x = fmaxf(all.x, statistics[i].x), all.z = fmaxf(all.z, statistics[i].z);
-    const float2 base = make_float2(base_of(all.x, 1.0f), base_of(all.z, 1.0f));
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        weight[i] = make_float2(exp2_fast(statistics[i].x - base.x), exp2_fast(statistics[i].z - base.y));
-        all.y = fmaf(weight[i].x, statistics[i].y, all.y);
-        all.w = fmaf(weight[i].y, statistics[i].w, all.w);
-    }
-    return all;
 }
 
 // The consumers' sums as one, by all threads: `use(item, sums)` gets each item's; returned are the block's statistics of
@@ -428,8 +283,8 @@ __device__ __forceinline__ void compute(const Qwen2AttentionArgs& a, Shared& sha
     for (int r = 0; r < INPUT_ROUNDS; ++r) {
         if (in[r].head <= GROUP) turn(in[r].x, cosine, sine);
         if (in[r].head < GROUP) {
-            store_query(shared, in[r].head, dim, in[r].x[0]);
-            store_query(shared, in[r].head, dim + HEAD_SIZE / 2, in[r].x[1]);
+            store_query(shared.q, in[r].head, dim, in[r].x[0]);
+            store_query(shared.q, in[r].head, dim + HEAD_SIZE / 2, in[r].x[1]);
         } else if (in[r].head < GROUP + 2) {
             const bool value = in[r].head > GROUP;
             f16* const cached =

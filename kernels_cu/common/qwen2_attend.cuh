@@ -83,8 +83,11 @@ struct Softmax {
     float top[2];
     float sum[2];
     float4 out[STEPS];  // dimensions 16 j + g, of both queries, then 16 j + g + 8
-    float factor[2];    // of what was summed before the page at hand
-    uint32_t p_low, p_high;
+
+    struct Page {
+        float factor[2];         // of what was summed before
+        uint32_t p_low, p_high;  // probabilities, as an operand
+    };
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -100,8 +103,9 @@ struct Softmax {
         return page + lane % 16 * ROW_BYTES + page_piece(lane % 16, lane / 16) * 16;
     }
 
-    // A page's keys, of which rows 0 .. last are seen.
-    __device__ __forceinline__ void keys(uint32_t line, const QueryStep* queries, int last) {
+    // A page's keys: of those of the `tail`, rows 0 .. last are seen.
+    __device__ __forceinline__ Page keys(uint32_t line, const QueryStep* queries, bool tail, int last) {
+        Page page;
         const int lane = threadIdx.x % WARP, g = lane / 4;
         // Scores of keys g and g + 8, of queries 2t and 2t + 1. Two chains, as one would wait for each MMA.
         float chain[2][4] = {};
@@ -116,8 +120,10 @@ struct Softmax {
         float s[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] = chain[0][e] + chain[1][e];
-        if (g > last) s[0] = s[1] = none();
-        if (g + 8 > last) s[2] = s[3] = none();
+        if (tail) {
+            if (g > last) s[0] = s[1] = none();
+            if (g + 8 > last) s[2] = s[3] = none();
+        }
         float p[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -126,24 +132,25 @@ struct Softmax {
             for (int offset = 4; offset < WARP; offset *= 2)
                 largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
             largest = fmaxf(largest, top[n]);  // a number: a page has a visible key
-            factor[n] = exp2_fast(top[n] - largest);
+            page.factor[n] = exp2_fast(top[n] - largest);
             top[n] = largest;
             p[n] = exp2_fast(s[n] - largest);
             p[n + 2] = exp2_fast(s[n + 2] - largest);
-            sum[n] = fmaf(sum[n], factor[n], p[n] + p[n + 2]);
+            sum[n] = fmaf(sum[n], page.factor[n], p[n] + p[n + 2]);
         }
-        p_low = transposed(pack_f16(p[0], p[1])), p_high = transposed(pack_f16(p[2], p[3]));
+        page.p_low = transposed(pack_f16(p[0], p[1])), page.p_high = transposed(pack_f16(p[2], p[3]));
+        return page;
     }
 
     // The same page's values, PAGE_BYTES behind its keys.
-    __device__ __forceinline__ void values(uint32_t line) {
+    __device__ __forceinline__ void values(uint32_t line, const Page& page) {
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) {
             uint32_t v[4];
             ldmatrix_transposed(v, (line ^ (j << 5)) + PAGE_BYTES);  // dimensions are rows, the second eight keys columns
             float4& o = out[j];
-            float sums[4] = {o.x * factor[0], o.y * factor[1], o.z * factor[0], o.w * factor[1]};
-            mma_f16(sums, v[0], v[2], v[1], v[3], p_low, p_high);
+            float sums[4] = {o.x * page.factor[0], o.y * page.factor[1], o.z * page.factor[0], o.w * page.factor[1]};
+            mma_f16(sums, v[0], v[2], v[1], v[3], page.p_low, page.p_high);
             o = make_float4(sums[0], sums[1], sums[2], sums[3]);
         }
     }

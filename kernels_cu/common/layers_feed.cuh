@@ -1,0 +1,152 @@
+// qwen2_layers.cu: the lane that sends copies of weights into a block's ring, and the warp that clears what blocks have told
+// one another.
+//
+// Includers define AHEAD and EARLY: stages that may be on their way at once, of the phase that is multiplied and before one is.
+#pragma once
+#include "common/layers_block.cuh"
+
+struct Cursor {  // a stage of the launch: which comes next
+    int i, phase, next;
+};
+
+struct Feed {
+    const Qwen2LayersArgs& a;
+    Shared& shared;
+    uint64_t policy;
+    int sent;
+    Cursor at;
+
+    __device__ __forceinline__ const uint8_t* matrix(const Cursor& c) const {
+        return c.phase == QKV       ? a.qkv_weights[c.i]
+               : c.phase == O_PROJ  ? a.o_weights[c.i]
+               : c.phase == GATE_UP ? a.gate_up_weights[c.i]
+                                    : a.down_weights[c.i];
+    }
+
+    __device__ __forceinline__ int units(const Cursor& c) const { return min_int(shared.block.units[c.phase].units - c.next, TURN); }
+
+    // use(bytes from the stage's beginning, address, bytes) for what lies together.
+    template <typename Use>
+    __device__ __forceinline__ void pieces(const Cursor& c, Use use) const {
+        const uint8_t* const from = matrix(c);
+        const int first = shared.block.units[c.phase].first + c.next, count = units(c);
+        if (PARTS == 1 || c.phase == QKV || c.phase == GATE_UP) {
+            use(0, from + int64_t(first) * UNIT_BYTES, count * UNIT_BYTES);
+            return;
+        }
+        const int groups = c.phase == O_PROJ ? GROUPS_IN<O_PROJ> : GROUPS_IN<DOWN>;
+        for (int done = 0; done < count;) {  // a tile's columns of the part lie together
+            const int tile = (first + done) / groups, group = (first + done) % groups, some = min_int(groups - group, count - done);
+            const int64_t unit = (tile * PARTS + shared.block.part.number) * groups + group;
+            use(done * UNIT_BYTES, from + unit * UNIT_BYTES, some * UNIT_BYTES);
+            done += some;
+        }
+    }
+
+    __device__ __forceinline__ void advance(Cursor& c) const {
+        c.next += TURN;
+        while (c.i < a.layers && c.next >= shared.block.units[c.phase].units) {
+            c.next = 0;
+            if (c.phase == QKV) {
+                c.phase = O_PROJ;
+            } else if (++c.phase > DOWN) {
+                c.phase = QKV, ++c.i;
+            }
+        }
+    }
+
+    // Whether a stage's `round`th copy has come, or been multiplied.
+    static __device__ __forceinline__ bool done(int slot, uint64_t* barriers, int round) {
+        return barrier_passed(&barriers[slot], round & 1);
+    }
+
+    __device__ __forceinline__ void send_all() {
+        int phase_first = 0, tries = 0;  // the first stage of the phase that is sent
+        bool begun = false;              // it has been multiplied
+        while (at.i < a.layers) {
+            const int slot = sent % STAGES;
+            if (at.next == 0) phase_first = sent, begun = false;
+            if (!begun && sent > phase_first) begun = done(phase_first % STAGES, shared.empty, phase_first / STAGES);
+            const int older = sent - (begun ? AHEAD : EARLY);
+            if ((begun || atomicOr(&shared.quiet, 0) == 0) && (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) &&
+                (older < 0 || done(older % STAGES, shared.full, older / STAGES))) {
+                uint64_t* const full = &shared.full[slot];
+                uint8_t* const to = shared.ring[slot];
+                barrier_expect(full, units(at) * UNIT_BYTES);
+                pieces(at, [&](int offset, const uint8_t* from, int bytes) { bulk_load(to + offset, from, bytes, full, policy); });
+                advance(at), ++sent, tries = 0;
+            } else if (++tries > TRIES) {
+                report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer + at.i);
+                asm volatile("trap;");
+            }
+        }
+    }
+};
+
+// The rows of a split matrix that the block, `number` of those that share it, has stored, each in its piece: use(row among
+// them, index of the word).
+template <typename Split, typename Use>
+__device__ __forceinline__ void stored_pieces(const Run& block, int number, int first, int step, int rows, Use use) {
+    if (block.units == 0) return;
+    const int tile = block.first / Split::GROUPS, last = (block.first + block.units - 1) / Split::GROUPS;
+    for (int i = first; i < (last - tile + 1) * TILE_ROWS; i += step) {
+        const int row = tile * TILE_ROWS + i;
+        const int piece = number - Split::block_of(row / TILE_ROWS * Split::GROUPS);
+        use(i, piece * rows + row);
+    }
+}
+
+// Layers take turns: one clears what the next but one fills.
+__device__ __forceinline__ f16* inner_of(const Qwen2LayersArgs& a, int i) { return a.inner + i % 2 * padded(INNER); }
+__device__ __forceinline__ float* down_of(const Qwen2LayersArgs& a, int i) {
+    return a.down_pieces + i % 2 * PARTS * DOWN_PIECES * HIDDEN;
+}
+// The residual before the MLP, and behind it.
+__device__ __forceinline__ float* middle_of(const Qwen2LayersArgs& a, int i) { return a.rows_handed + i % 2 * 2 * HIDDEN; }
+__device__ __forceinline__ float* end_of(const Qwen2LayersArgs& a, int i) { return middle_of(a, i) + HIDDEN; }
+
+struct Clear {
+    const Qwen2LayersArgs& a;
+    Shared& shared;
+
+    template <typename Word>
+    static __device__ __forceinline__ void clear(Word* words, const Run& run, int of = 1) {
+        const uint32_t word = NOT_READY;
+        uint32_t* const first = reinterpret_cast<uint32_t*>(words) + run.first * of;
+        for (int i = threadIdx.x % WARP; i < run.units * of; i += WARP) first[i] = word;
+    }
+
+    // All blocks together, each a part of the lines.
+    static __device__ __forceinline__ void ask_l2(const f16* from, int count) {
+        const int line = int(blockIdx.x) * WARP + int(threadIdx.x % WARP);
+        if (line * 64 < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line * 64) : "memory");
+    }
+
+    __device__ __forceinline__ void run() {
+        const int lane = threadIdx.x % WARP;
+        const uint32_t word = NOT_READY;
+        const Block& block = shared.block;
+        for (int i = 0; i < a.layers; ++i) {
+            barrier_wait(&shared.entered, i & 1, a.fault, KERNEL_CONTROL, a.layer + i);
+            stored_pieces<QkvSplit>(block.units[QKV], blockIdx.x, lane, WARP, QKV_ROWS,
+                                    [&](int, int at) { reinterpret_cast<uint32_t*>(a.qkv_pieces)[at] = word; });
+            if (block.place.span < shared.span.spans)
+                clear(a.partials, Run{block.place.kv_head * SPANS + block.place.span, 1}, 4 * RECORD_PIECES);
+            clear(a.o_pieces + block.part.number * HIDDEN, block.o, TILE_ROWS);
+            if (i > 0) {
+                clear(middle_of(a, i - 1), block.quads, 4);
+                clear(end_of(a, i - 1), block.quads, 4);
+                clear(inner_of(a, i - 1), block.gate_up, TILE_COLUMNS / 2);
+                uint32_t* const down = reinterpret_cast<uint32_t*>(down_of(a, i - 1)) + block.part.number * (DOWN_PIECES * HIDDEN);
+                stored_pieces<DownSplit>(block.units[DOWN], block.part.index, lane, WARP, HIDDEN,
+                                         [&](int, int at) { down[at] = word; });
+            }
+            if (i + 1 < a.layers) {  // what the next layer's blocks would wait for memory for
+                ask_l2(a.input_norm[i + 1], HIDDEN), ask_l2(a.post_norm[i + 1], HIDDEN), ask_l2(a.bias[i + 1], QKV_ROWS);
+            }
+            __threadfence();  // this lane's words are cleared for all, before
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&shared.cleared);
+        }
+    }
+};
