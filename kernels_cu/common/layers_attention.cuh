@@ -33,7 +33,8 @@ struct Copies {
         uint64_t* const full = values ? &shared.v_full[warp] : &shared.k_full[warp];
         barrier_expect(full, bytes);
         if (bytes > 0)
-            bulk_load(shared.pages[warp] + (values ? PAGE_BYTES : 0), (values ? a.v_pages[i] : a.k_pages[i]) + from, bytes, full);
+            bulk_load(shared.pages[warp] + (values ? PAGE_BYTES : 0), (values ? a.v_pages[i] : a.k_pages[i]) + from, bytes,
+                      full);
     }
 
     // The layer's first pages. Whatever lay there has been read, and a barrier is behind that.

@@ -1,8 +1,8 @@
 // qwen2_layers.cu: what a block has of each matrix and of attention, and what lies in its shared memory.
 //
-// Includers define the model's sizes; GEMV_BLOCKS; PARTS, of o_proj's and down's columns, each a part of the blocks'; SPANS, of a
-// KV head's positions at the most, and SPAN_PAGES, where there are blocks enough; SLOTS, pages in a block; those of
-// common/int4_ring.cuh, where STAGE_UNITS are units of a whole stage, and SMEM.
+// Includers define the model's sizes; GEMV_BLOCKS; PARTS, of o_proj's and down's columns, each a part of the blocks'; SPANS,
+// of a KV head's positions at the most, and SPAN_PAGES, where there are blocks enough; SLOTS, pages in a block; those of
+// common/int4_ring.cuh, where STAGE_UNITS are units of a whole stage; and SMEM.
 #pragma once
 #include "common/flagged.cuh"
 #include "common/int4_ring.cuh"

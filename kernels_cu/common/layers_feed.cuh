@@ -23,7 +23,9 @@ struct Feed {
                                     : a.down_weights[c.i];
     }
 
-    __device__ __forceinline__ int units(const Cursor& c) const { return min_int(shared.block.units[c.phase].units - c.next, TURN); }
+    __device__ __forceinline__ int units(const Cursor& c) const {
+        return min_int(shared.block.units[c.phase].units - c.next, TURN);
+    }
 
     // use(bytes from the stage's beginning, address, bytes) for what lies together.
     template <typename Use>
@@ -36,7 +38,8 @@ struct Feed {
         }
         const int groups = c.phase == O_PROJ ? GROUPS_IN<O_PROJ> : GROUPS_IN<DOWN>;
         for (int done = 0; done < count;) {  // a tile's columns of the part lie together
-            const int tile = (first + done) / groups, group = (first + done) % groups, some = min_int(groups - group, count - done);
+            const int tile = (first + done) / groups, group = (first + done) % groups;
+            const int some = min_int(groups - group, count - done);
             const int64_t unit = (tile * PARTS + shared.block.part.number) * groups + group;
             use(done * UNIT_BYTES, from + unit * UNIT_BYTES, some * UNIT_BYTES);
             done += some;
@@ -73,7 +76,9 @@ struct Feed {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];
                 barrier_expect(full, units(at) * UNIT_BYTES);
-                pieces(at, [&](int offset, const uint8_t* from, int bytes) { bulk_load(to + offset, from, bytes, full, policy); });
+                pieces(at, [&](int offset, const uint8_t* from, int bytes) {
+                    bulk_load(to + offset, from, bytes, full, policy);
+                });
                 advance(at), ++sent, tries = 0;
             } else if (++tries > TRIES) {
                 report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer + at.i);
@@ -137,7 +142,8 @@ struct Clear {
                 clear(middle_of(a, i - 1), block.quads, 4);
                 clear(end_of(a, i - 1), block.quads, 4);
                 clear(inner_of(a, i - 1), block.gate_up, TILE_COLUMNS / 2);
-                uint32_t* const down = reinterpret_cast<uint32_t*>(down_of(a, i - 1)) + block.part.number * (DOWN_PIECES * HIDDEN);
+                uint32_t* const down =
+                    reinterpret_cast<uint32_t*>(down_of(a, i - 1)) + block.part.number * (DOWN_PIECES * HIDDEN);
                 stored_pieces<DownSplit>(block.units[DOWN], block.part.index, lane, WARP, HIDDEN,
                                          [&](int, int at) { down[at] = word; });
             }

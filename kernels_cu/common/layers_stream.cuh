@@ -146,8 +146,8 @@ __device__ __forceinline__ float result(float value, Fault* fault, int kernel, i
 }
 
 template <typename Split>
-__device__ __forceinline__ void store_pieces(const Shared& shared, const Run& run, int number, int rows, float scale, float* out,
-                                             Fault* fault, int kernel, int layer) {
+__device__ __forceinline__ void store_pieces(const Shared& shared, const Run& run, int number, int rows, float scale,
+                                             float* out, Fault* fault, int kernel, int layer) {
     stored_pieces<Split>(run, number, threadIdx.x, THREADS, rows, [&](int i, int at) {
         out[at] = result(scale * row_sum(shared, i / TILE_ROWS, i % TILE_ROWS), fault, kernel, layer);
     });
@@ -197,8 +197,8 @@ struct DownPieces {  // piece p of part n is number n + p * PARTS
 };
 
 template <typename Split>
-__device__ __forceinline__ void add_up(Shared& shared, const float* pieces, float* out, bool flagged, Polling& polling, int kernel,
-                                       int layer) {
+__device__ __forceinline__ void add_up(Shared& shared, const float* pieces, float* out, bool flagged, Polling& polling,
+                                       int kernel, int layer) {
     constexpr int STRANDS = 4, EACH = ceil_div(Split::MOST, STRANDS), ACROSS = WARP / STRANDS;
     const int lane = threadIdx.x % WARP, strand = lane / ACROSS;
     const Run quads = shared.block.quads;
@@ -250,8 +250,8 @@ struct Row {
 
     // x * norm as the token, as soon as x is there, and the squares' sums: what makes it rms(x, norm) is the same factor for
     // all columns, and multiplies results (inverse_rms). Ends with a barrier: both are there for all.
-    static __device__ __forceinline__ void enter(Shared& shared, const float* from, const f16* weights, Polling& polling, int kernel,
-                                                 int layer) {
+    static __device__ __forceinline__ void enter(Shared& shared, const float* from, const f16* weights, Polling& polling,
+                                                 int kernel, int layer) {
         const int odd = threadIdx.x % 2;
         uint4 norm[EIGHTS], x[EIGHTS][2];
 #pragma unroll
