@@ -46,7 +46,7 @@ def test_every_launch_of_every_layer(gpu, made, name, head, form, most):
         assert on_gpu.model.form == form
         layers = model.config.num_hidden_layers
         of_layers = 2 * layers + 4 * len(on_gpu.model.runs) if form == "layers" else 7 * layers
-        for short in (True, False)[form == "layers" :]:
+        for short in (True, False):
             engine.rewind(0)
             engine._reset()
             found = list(differences(Float64(model), on_gpu, tokens(TOKENS), short=short))

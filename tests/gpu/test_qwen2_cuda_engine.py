@@ -97,7 +97,7 @@ def judged(gpu, cpu, ids, output):
 CASES = [
     *((name, "fp16", None) for name in TINY),
     (LAYERS, "int4", "layers"),
-    (LAYERS, "fp16", "chain"),
+    (TINY[5], "fp16", "layers"),
     (LAYERS, "fp16", "launches"),
 ]
 
@@ -148,12 +148,16 @@ def test_scores(gpu, made, head):
             assert relative(got, cpu.score(ids)) > TOLERANCE
 
 
-@pytest.fixture(scope="module", params=[SMALL, LAYERS])
+@pytest.fixture(scope="module", params=[(SMALL, "chain"), (LAYERS, "layers")])
 def lengths(gpu, made, request):
     """Either loop's engine, and the reference."""
-    file = made.file(request.param)
-    with cuda(file) as device, cuda(file, loop="host") as host, open_engine(file, "cpu") as cpu:
-        assert (device._runtime.model.form == "layers") == (request.param == LAYERS)
+    name, form = request.param
+    file = made.file(name)
+    with (
+        cuda(file, form=form) as device,
+        cuda(file, loop="host", form=form) as host,
+        open_engine(file, "cpu") as cpu,
+    ):
         yield device, host, cpu
 
 

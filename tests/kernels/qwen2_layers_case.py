@@ -25,7 +25,7 @@ THETA = 1e6
 # Besides the family: small, with columns in four parts, and an MLP off 8 rows.
 SHAPES = {
     **DIMS,
-    "four parts": Qwen2Dims(hidden=768, q_heads=16, kv_heads=4, head_size=128, inner=2500, vocab=512, eps=1e-6),
+    "four-parts": Qwen2Dims(hidden=768, q_heads=16, kv_heads=4, head_size=128, inner=2500, vocab=512, eps=1e-6),
 }
 TURNS = ("rows_handed", "inner", "down_pieces")  # have a place for each of two layers
 
@@ -194,16 +194,19 @@ def assert_same(found, expected, what):
 @dataclass
 class Case:
     """The token at `position` of a model, with a random residual. Pages lie in any order, among others; what no token
-    before has written of them is NaN, as are pages that are no position's. fill: the byte that is polled for."""
+    before has written of them is NaN, as are pages that are no position's. fill: the byte that is polled for. short:
+    the kernel's form; by default as plans have it."""
 
     model: Model
     position: int
     fill: int = NOT_READY
+    short: bool | None = None
     seed: int = field(default_factory=lambda: int(np.random.default_rng().integers(1 << 31)))
 
     def __post_init__(self):
         dims, rng = self.model.dims, np.random.default_rng(self.seed)
-        self.gpu = self.model.gpu
+        short = self.position < family.short_positions(dims) if self.short is None else self.short
+        self.gpu, self.kernel = self.model.gpu, family.layers(dims, short=short)
         self.residual = rng.standard_normal(dims.hidden, np.float32)
         self.count = self.position // PAGE + 1
         self.places = rng.permutation(self.count + SPARE)[: self.count].astype(np.int32)
@@ -265,7 +268,7 @@ class Case:
         args = self.arguments(handed)
         for name, (layer, array) in changed.items():
             getattr(args, name)[layer] = array.data.ptr
-        self.gpu.run(family.layers(self.model.dims), args, patch)
+        self.gpu.run(self.kernel, args, patch)
         assert_same(self.buffers["residual"].get(), self.residual, "residual")
         return self.found(handed)
 
@@ -315,7 +318,7 @@ class Case:
             _, normed = qwen2_gemv.entry(rows[turn, 0], None, layer.vectors["post_norm"], model.dims.eps)
             inner = found.handed["inner"][turn][: model.dims.inner]
             gate, up = layer.matrices["gate"], layer.matrices["up"]
-            errors[f"inner, layer {number}"] = error(inner, *mlp(family.layers(model.dims), gate, up, normed))
+            errors[f"inner, layer {number}"] = error(inner, *mlp(self.kernel, gate, up, normed))
             self._judge_down(layer, found, turn, rows[turn, 1] if turn else found.residual, errors)
         self._worst(errors)
 
@@ -382,4 +385,6 @@ class Case:
     @property
     def where(self):
         model = self.model
-        return f"seeds {model.seed} and {self.seed}, position {self.position}, {len(model)} layers, {model.dims}"
+        slots = dict(self.kernel.defines)["SLOTS"]
+        form = f"position {self.position}, {len(model)} layers, {slots} slots"
+        return f"seeds {model.seed} and {self.seed}, {form}, {model.dims}"

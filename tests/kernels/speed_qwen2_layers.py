@@ -49,7 +49,7 @@ class Token:
     """What a token at the end of `context` positions has besides weights; pages in any order."""
 
     def __init__(self, layers, context):
-        self.layers, self.gpu, self.dims = layers, layers.gpu, layers.dims
+        self.layers, self.gpu, self.dims, self.context = layers, layers.gpu, layers.dims, context
         gpu, dims, rng = self.gpu, self.dims, np.random.default_rng(1)
         self.pages = (context - 1) // PAGE + 1
         self.kv_bytes = 2 * dims.kv_heads * dims.head_size * 2 * context
@@ -100,7 +100,10 @@ class Token:
             args.input_norm[i] = args.post_norm[i] = layers.norm.data.ptr
             args.bias[i], args.k_pages[i], args.v_pages[i] = self.bias.data.ptr, k.data.ptr, v.data.ptr
         handed.point(args)
-        kernels = qwen2_rows.embed(replace(dims, vocab=1)), qwen2_layers.layers(dims)
+        kernels = (
+            qwen2_rows.embed(replace(dims, vocab=1)),
+            qwen2_layers.layers(dims, short=self.context <= qwen2_layers.short_positions(dims)),
+        )
         return list(zip(kernels, (embed, args), strict=True)), out, handed
 
     def chained(self):

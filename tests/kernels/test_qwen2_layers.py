@@ -1,6 +1,5 @@
 """All layers of a Qwen2 token in one launch against the twin, and against itself: split, repeated, and disturbed."""
 
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -18,15 +17,15 @@ from cuq1.errors import DeviceError
 from cuq1.plan.qwen2_dims import PAGE
 from tests.kernels.harness import tells
 from tests.kernels.qwen2_layers_case import FIRST, SHAPES, Case, Handed, Model, assert_same
+from tests.kernels.qwen2_layers_patches import EARLY, IN_PARTS, KEPT, ON_TIME, TURNS, WAITS, WRONG, patched
 from tests.kernels.qwen2_shapes import ODD
 from tests.kernels.twins import qwen2_layers as twin
-from tests.paths import ROOT
 
 SIZES = {  # with layers
-    "7b-tiny": 4, "32b-tiny": 3, "four parts": 3, "1.5b-tiny": 3, "14b-tiny": 3,
+    "7b-tiny": 4, "32b-tiny": 3, "four-parts": 3, "1.5b-tiny": 3, "14b-tiny": 3,
     "0.5b": 3, "1.5b": 2, "3b": 2, "7b": 2, "14b": 2, "32b": 2,
 }  # fmt: skip
-TINY = ("7b-tiny", "32b-tiny", "four parts")  # columns whole, in two parts, and in four
+TINY = ("7b-tiny", "32b-tiny", "four-parts")  # columns whole, in two parts, and in four
 LONG, FAR = 4114, 32_768  # positions of a model's caches
 LATE = (4095, 4096, 4097, 4103, 4104, 4111, 4112, 4113)
 
@@ -44,6 +43,7 @@ def model(gpu, size, layers=None, most=LONG):
 
 def borders(dims):
     """Positions about those from which one span more attends, up to where all do, and beyond."""
+    assert family.short_positions(dims) == family.spans(dims) * 64
     step, most = family.SPAN_PAGES * PAGE, family.spans(dims)
     counts = (1, 2, 3, most // 2, most - 1, most, most + 1, 2 * most)
     return sorted({count * step + off for count in counts for off in (-1, 0, 1) if count * step + off < LONG})
@@ -55,23 +55,27 @@ def borders(dims):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_layers(gpu, size):
-    for position in (0, 1, 16, 65, 575, 1000, 4100):
-        Case(model(gpu, size), position).check()
+    """Either form is right for any position."""
+    for position in (0, 16, 65, 1000, 4100):
+        for short in (False, True):
+            Case(model(gpu, size), position, short=short).check()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("size", TINY)
-def test_lengths(gpu, size):
+def test_lengths(gpu, size, short):
     """Partial pages."""
     for position in (*range(18), 31, 32, 33, *range(63, 66), *range(511, 514), 575, 576, 1000, *LATE):
-        Case(model(gpu, size), position).check()
+        Case(model(gpu, size), position, short=short).check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [*TINY, "0.5b", "7b", "14b"])
 def test_spans(gpu, size):
     for position in borders(SHAPES[size]):
-        Case(model(gpu, size), position).check()
+        for short in (False, True):
+            Case(model(gpu, size), position, short=short).check()
 
 
 @pytest.mark.gpu
@@ -89,33 +93,13 @@ def test_any_number_of_layers(gpu, size):
             Case(model(gpu, size, layers, 1000), position).check()
 
 
-def kept(call):
-    """What the launch's clearing warp does to an array, which then stays."""
-    return f"clear({call}", f"if (false) clear({call}"
-
-
-TURNS = {  # that layers have in turns
-    "the row before the MLP": kept("middle_of(a, i - 1)"),
-    "the row behind it": kept("end_of(a, i - 1)"),
-    "inner": kept("inner_of(a, i - 1)"),
-    "down_pieces": ("down[at] = word;", ";"),
-}
-KEPT = {
-    "qkv_pieces": ("(a.qkv_pieces)[at] = word;", "(a.qkv_pieces);"),
-    "partials": kept("a.partials,"),
-    "o_pieces": kept("a.o_pieces"),
-    **TURNS,
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_steps_of_layers(gpu, size):
     """Each from what the launch itself has stored for it, which a kernel that clears nothing leaves."""
-    dims = SHAPES[size]
-    many = (0, 15, 16, 130, 1000, 64 * family.spans(dims) + 5, 4100)
+    many = (0, 15, 16, 130, 1000, family.short_positions(SHAPES[size]) + 5, 4100)
     for layers, changes, positions in ((1, KEPT, many), (2, TURNS, (0, 130, 1000))):
-        patch = patched(dims, *changes.values())
+        patch = patched(*changes.values())
         for position in positions:
             case = Case(model(gpu, size, layers), position)
             case.judge_steps(case.run(patch))
@@ -129,7 +113,7 @@ def test_in_place(gpu, size):
     expected = case.run()
     case.prepare()
     handed = Handed(gpu, SHAPES[size])
-    gpu.run(family.layers(SHAPES[size]), case.arguments(handed, residual_out=case.buffers["residual"]))
+    gpu.run(case.kernel, case.arguments(handed, residual_out=case.buffers["residual"]))
     assert_same(case.buffers["residual"].get(), expected.residual, "residual")
 
 
@@ -137,7 +121,7 @@ def test_in_place(gpu, size):
 @pytest.mark.parametrize("size", TINY)
 def test_two_launches_are_one(gpu, size):
     """Of a model that has more layers than a launch takes: the second one has memory of its own to hand over in."""
-    whole, kernel = model(gpu, size), family.layers(SHAPES[size])
+    whole = model(gpu, size)
     for position in (5, 900):
         case = Case(whole, position)
         expected = case.run()
@@ -150,7 +134,7 @@ def test_two_launches_are_one(gpu, size):
                 case.arguments(handed[1], range(cut, len(whole)), residual=between),
             )
             assert [args.layer for args in calls] == [FIRST, FIRST + cut]
-            function = build(kernel, gpu.device.arch)
+            function = build(case.kernel, gpu.device.arch)
             gpu.cupy.cuda.Device().synchronize()
             for args in calls:
                 launch(function, args, gpu.stream)
@@ -204,58 +188,11 @@ def test_equal_inputs_give_equal_bits(gpu, size):
             case.run().same(first)
 
 
-DELAYS = """
-__device__ __forceinline__ void delay(uint32_t place) {
-    uint32_t x = uint32_t(clock64()) + (blockIdx.x * 32u + threadIdx.x / 32u) * 2654435761u + place * 40503u;
-    x = (x ^ x >> 15) * 2246822519u;
-    x ^= x >> 13;
-    const uint32_t whole = __shfl_sync(0xffffffffu, x, 0);
-    if (whole % 3 == 0) __nanosleep(whole / 3 % 20000);
-}
-"""
-BEGIN = re.compile(r"^(?=constexpr int Q_WIDTH)", re.MULTILINE)
-CALLS = (  # where whole warps come by, and each is a statement of its own
-    "phase_resumed", "phase_ended", "await_clearing", "entered", "merge", "row\\.enter", "take_inner",
-    "stream\\.multiply", "store_pieces", "store_o", "store_inner",
-    "if \\(threadIdx\\.x < WARP\\)",  # adds up
-    "const Input in", "softmax\\.end", "shared\\.merge\\.sums\\[0\\]", "float sum = 0",  # before what is shared
-    "barrier_wait\\(&shared\\.entered", "__threadfence",  # before and behind clearing
-)  # fmt: skip
-PLACES = re.compile(rf"^(?= +(?:{'|'.join(CALLS)})\W)", re.MULTILINE)
-
-
-def delayed(text):
-    """The source with delays of random length, warp by warp, about every phase and what is stored and cleared there."""
-    pieces = PLACES.split(BEGIN.sub(DELAYS, text))
-    for call in CALLS:
-        assert any(re.match(rf" +{call}", piece) for piece in pieces[1:]), f"no place for delays: {call}"
-    return pieces[0] + "".join(f"delay({place}); {piece}" for place, piece in enumerate(pieces[1:]))
-
-
-def inlined(text, header):
-    """The source with a header in the place of its include."""
-    include = f'#include "{header}"'
-    assert text.count(include) == 1
-    return text.replace(include, (ROOT / "kernels_cu" / header).read_text().replace("#pragma once", ""))
-
-
-def patched(dims, *pairs, delays=False):
-    """A patch for Gpu.run of several replacements, in the source or in qwen2_attend.cuh; ValueError for one that fits
-    nowhere, or in several places."""
-    whole = jit.source_text(family.layers(dims))
-    text = inlined(whole, "common/qwen2_attend.cuh")
-    for old, new in pairs:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} occurs {text.count(old)} times")
-        text = text.replace(old, new)
-    return whole, delayed(text) if delays else text
-
-
 TOKENS = ((7, 17), (301, 64), (7, 511), (99, 512), (100, 1000), (499, 2113), (7, 4096))  # and their positions
 LAUNCHES = 200
 
 
-def many_tokens(gpu, size, patch=None, meanwhile=lambda _: None):
+def many_tokens(gpu, size, patch=None, meanwhile=lambda _: None, *, short=False):
     """LAUNCHES tokens one after the other, each with the launch that embeds it and clears what the next hands over: all
     residuals [LAUNCHES, hidden]."""
     dims = replace(SHAPES[size], vocab=512)
@@ -280,7 +217,7 @@ def many_tokens(gpu, size, patch=None, meanwhile=lambda _: None):
         calls.append((embed, layers))
     functions = (
         build(qwen2_rows.embed(dims), gpu.device.arch),
-        build(family.layers(SHAPES[size]), gpu.device.arch, patch),
+        build(family.layers(SHAPES[size], short=short), gpu.device.arch, patch),
     )
     gpu.cupy.cuda.Device().synchronize()
     for number, pair in enumerate(calls):
@@ -307,11 +244,12 @@ def test_many_tokens_in_a_row(gpu, size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("size", TINY)
-def test_blocks_and_warps_may_be_late(gpu, size):
+def test_blocks_and_warps_may_be_late(gpu, size, short):
     """The same bits, whoever is late: with delays, and without."""
-    expected = many_tokens(gpu, size)
-    found = many_tokens(gpu, size, patched(SHAPES[size], delays=True))
+    expected = many_tokens(gpu, size, short=short)
+    found = many_tokens(gpu, size, patched(delays=True), short=short)
     assert_same(found, expected, "with delays")
 
 
@@ -338,7 +276,7 @@ def test_beside_another_stream(gpu, size):
 @pytest.mark.parametrize("size", TINY)
 def test_delayed_layers_are_right(gpu, size):
     for position in (48, 700, 4100):
-        Case(model(gpu, size), position).check(patched(SHAPES[size], delays=True))
+        Case(model(gpu, size), position).check(patched(delays=True))
 
 
 # --- what would be noticed
@@ -355,79 +293,12 @@ def test_old_values_would_be_taken(gpu):
 @pytest.mark.parametrize("name", KEPT)
 def test_values_of_the_layer_before_would_be_taken(gpu, name):
     """Of each array that is not cleared in the launch: the residual tells, whatever lies there in the end."""
-    dims = SHAPES["7b-tiny"]
     case = Case(model(gpu, "7b-tiny"), 700)
     expected = case.expected().end[-1]
-    assert twin.distance(case.run(patched(dims, delays=True)).residual, expected) < 1
+    assert twin.distance(case.run(patched(delays=True)).residual, expected) < 1
     with tells():
-        found = case.run(patched(dims, KEPT[name], delays=True))
+        found = case.run(patched(KEPT[name], delays=True))
         assert twin.distance(found.residual, expected) < 1
-
-
-def again(call, to):
-    return call, f"{to} {call}"
-
-
-# Pages whose copies begin when they are to be read.
-ON_TIME = (
-    ("    copies.send_first(a, shared, 0);\n", ""),
-    ("if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);", ""),
-    again("attend(a, shared, copies, i, page_parity);", "copies.send_first(a, shared, i);"),
-)
-PART = "part.number * (c.phase != "  # none, in one phase
-WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}
-
-# Each with the position where it shows, and replacements.
-WRONG = {
-    "results not waited for": (700, ("if (__all_sync(0xffffffffu, ready)) return false;", "return false;")),
-    "without itself": (50, ("if (g > last) s", "if (g >= last) s")),
-    "without itself, upper keys": (60, ("if (g + 8 > last) s", "if (g + 8 >= last) s")),
-    "one beyond": (34, ("if (g > last) s", "if (g > last + 1) s")),
-    "garbage behind the token": (50, ("if (span.tail()) {  // values", "if (false) {  // values")),
-    "a page left out": (1000, ("begin = place.span * pages / spans,", "begin = place.span * pages / spans + 1,")),
-    "another page": (700, ("__ldcg(table + span.first - i)", "__ldcg(table + max_int(span.first - i - 1, 0))")),
-    "another page for the token": (50, ("__ldcg(table + first) : -1", "__ldcg(table + first - 1) : -1")),
-    "not appended": (50, ("span.page < 0 ? nullptr : cached, span.own, in.dim, x", "nullptr, span.own, in.dim, x")),
-    "no bias": (50, ("x[half] = unpacked(bias[half]);", "x[half] = unpacked(make_uint2(0u, 0u));")),
-    "another layer's bias": (50, ("a.bias[i], x, polling", "a.bias[0], x, polling")),
-    "another layer's pages": (50, (": a.k_pages[i]) + from", ": a.k_pages[0]) + from")),
-    "the input norm of the layer before": (50, ("load_norm(a.input_norm[i + 1])", "load_norm(a.input_norm[i])")),
-    "another layer's post norm": (50, ("load_norm(a.post_norm[i])", "load_norm(a.post_norm[0])")),
-    "a norm's mean": (50, ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)")),
-    "the other way round": (50, ("lo.x * cosine.x - hi.x * sine.x", "lo.x * cosine.x + hi.x * sine.x")),
-    "turns in float": (32_767, ("return float(turns - rint(turns));", "return float(turns);")),
-    "no weight of a page": (16_383, ("factor[n] = exp2_fast(top[n] - largest);", "factor[n] = 1.0f;")),
-    "no weight of a warp": (700, ("exp2_fast(one.x - all.x), exp2_fast(one.z - all.z)", "1.0f, 1.0f")),
-    "no weight of a span": (700, ("weight = exp2_fast(other - larger) * ", "weight = ")),
-    "no weight of the spans before": (4100, ("factor = exp2_fast(top - larger)", "factor = 1.0f")),
-    "no weight of a set of spans": (
-        700,
-        ("const float weight = exp2_fast(of[s].x - largest)", "const float weight = 1.0f"),
-    ),
-    "a span left out": (700, ("from + n * SETS + set < spans)", "from + n * SETS + set < spans - 1)")),
-    "o_proj's columns of another part": (50, ("part.number) * groups + group", f"{PART}O_PROJ)) * groups + group")),
-    "down's columns of another part": (50, ("part.number) * groups + group", f"{PART}DOWN)) * groups + group")),
-    "inner's columns of another part": (50, ("part.number * DOWN_COLUMNS", "part.number % 1")),
-    "a piece of o_proj left out": (50, ("there(int, int) { return true; }", "there(int, int n) { return n > 0; }")),
-    "a piece of down left out": (50, ("PARTS < DownSplit::of_row(row)", "PARTS < DownSplit::of_row(row) - 1")),
-    "a part's pieces of down left out": (50, ("PARTS < DownSplit", "PARTS < (number % PARTS > 0) * DownSplit")),
-    "pieces that not all lanes add": (50, ("offset = ACROSS; offset < WARP;", "offset = ACROSS; offset < WARP / 2;")),
-    "a sum forgotten": (50, ("shared.x[q] = x;", ";")),
-    "down as it is": (50, ("HIDDEN, 1.0f / INNER_SCALE,", "HIDDEN, 1.0f,")),
-    "units that there are not": (50, ("counts = unit + t < block.units", "counts = true")),
-    "units of the next tile": (50, ("sums + (tile + 1) * TILE_ROWS", "sums + tile * TILE_ROWS")),
-    "half of a quad": (50, ("offset = 1; offset < 4;", "offset = 1; offset < 2;")),
-    "silu of another sign": (50, ("silu(gate) * up", "gate / (1.0f + __expf(gate)) * up")),
-}
-# That show where warps come late: barriers that are missing.
-EARLY = {
-    "sums of warps": "        meet();  // every warp's sums are there, and none needs the token\n",
-    "the norm's token": "        meet();  // all of the token is there\n",
-    "queries": "    meet();  // queries, and this token's key and value, are there\n",
-    "warps that attend": "    meet();  // all warps' sums are there\n",
-    "sets of spans": "    meet();  // all sets' sums are there\n",
-}
-IN_PARTS = {why for why in WRONG if "part" in why or "a piece of o_proj" in why}  # show where columns are in parts
 
 
 def check_wrong(gpu, size, position, right, wrong):
@@ -445,24 +316,22 @@ def check_wrong(gpu, size, position, right, wrong):
 def test_a_wrong_kernel_is_noticed(gpu, why):
     position, *pairs = WRONG[why]
     size = "32b-tiny" if why in IN_PARTS else "7b-tiny"
-    check_wrong(gpu, size, position, None, patched(SHAPES[size], *pairs))
+    check_wrong(gpu, size, position, None, patched(*pairs))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("why", EARLY)
 def test_a_missing_barrier_is_noticed(gpu, why):
-    dims = SHAPES["7b-tiny"]
-    wrong = patched(dims, (EARLY[why], ""), delays=True)
-    check_wrong(gpu, "7b-tiny", 700, patched(dims, delays=True), wrong)
+    wrong = patched((EARLY[why], ""), delays=True)
+    check_wrong(gpu, "7b-tiny", 700, patched(delays=True), wrong)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", WAITS)
 def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
     """A tail page, those of a span, and those that come in turns."""
-    dims = SHAPES["7b-tiny"]
     for position in (12, 700, 16_383):
-        check_wrong(gpu, "7b-tiny", position, patched(dims, *ON_TIME), patched(dims, *ON_TIME, (WAITS[part], "")))
+        check_wrong(gpu, "7b-tiny", position, patched(*ON_TIME), patched(*ON_TIME, (WAITS[part], "")))
 
 
 # --- without a GPU
@@ -470,22 +339,20 @@ def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
 
 def test_replacements_have_their_places():
     """Each control's, in the source as it is now; and it compiles."""
-    dims = SHAPES["32b-tiny"]
-    kernel = family.layers(dims)
-    found = [patched(dims, *pairs) for _, *pairs in WRONG.values()]
-    found += [patched(dims, (old, ""), delays=True) for old in EARLY.values()]
-    found += [patched(dims, *ON_TIME, (wait, "")) for wait in WAITS.values()]
-    found += [patched(dims, *KEPT.values()), patched(dims, delays=True)]
+    found = [patched(*pairs) for _, *pairs in WRONG.values()]
+    found += [patched((old, ""), delays=True) for old in EARLY.values()]
+    found += [patched(*ON_TIME, (wait, "")) for wait in WAITS.values()]
+    found += [patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
     assert len(texts) == len(found)
-    jit.compile_kernel(kernel, patch=found[-1])
+    jit.compile_kernel(family.layers(SHAPES["32b-tiny"]), patch=found[-1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_that_fit(size):
     dims = SHAPES[size]
     assert family.fits(dims)
-    assert family.kernels(dims) == [family.layers(dims)]
+    assert family.kernels(dims) == [family.layers(dims, short=short) for short in (False, True)]
     assert dims.kv_heads % family.parts(dims) == 0
     assert family.spans(dims) * dims.kv_heads <= 132
 

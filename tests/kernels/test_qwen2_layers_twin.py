@@ -127,7 +127,7 @@ class Emulated:
     def run(self, kernel, args, patch):
         """patch: what a step of a single layer does wrong, or "right"; each step's results stay then."""
         dims = self.models[0].dims
-        assert kernel == family.layers(dims)
+        assert kernel in family.kernels(dims)
         assert args.layer >= FIRST
         assert 0 < args.layers <= QWEN2_LAYERS
         position = int(at(args.positions, 1, np.int32)[0])
@@ -237,7 +237,7 @@ def test_the_twin_is_the_model():
     close(normed, steps[3, "norm"])
 
 
-@pytest.mark.parametrize(("size", "layers"), [("7b-tiny", 3), ("32b-tiny", 2), ("four parts", 2)])
+@pytest.mark.parametrize(("size", "layers"), [("7b-tiny", 3), ("32b-tiny", 2), ("four-parts", 2)])
 def test_roundings_stay_within_what_samples_differ_by(size, layers):
     gpu = emulated(size, layers, 600)
     for position in (0, 1, 15, 16, 17, 100, 513, 599):
