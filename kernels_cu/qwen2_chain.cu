@@ -213,16 +213,6 @@ __device__ __forceinline__ bool poll_again(bool ready, int& count, Fault* fault,
     return false;
 }
 
-__device__ __forceinline__ bool floats_there(uint4 x) {
-    return x.x != NOT_READY && x.y != NOT_READY && x.z != NOT_READY && x.w != NOT_READY;
-}
-
-// Halves that are all ones are nobody's result: a NaN of ours is 0x7fff.
-__device__ __forceinline__ bool halves_there(uint4 x) {
-    const auto both = [](uint32_t w) { return (w & 0xffffu) != 0xffffu && (w >> 16) != 0xffffu; };
-    return both(x.x) && both(x.y) && both(x.z) && both(x.w);
-}
-
 // The residual's columns that a thread has, and what becomes of them.
 struct Row {
     static constexpr int EIGHTS = (padded(HIDDEN) / 8 + THREADS - 1) / THREADS;

@@ -14,8 +14,8 @@
 // is known for all layers, so that its ring fills while the block waits, and no launch's end empties it. Results are their own
 // ready flags (common/flagged.cuh): a word is there once it is not NOT_READY. A block's units come as one copy for all warps:
 // what a block asks of memory at a time lies together.
-// What blocks look for waits behind copies in the same queues. So few are on their way at once before their phase (EARLY), and
-// none while the residual's row is awaited (hush). And it waits behind other blocks' looking. So a part of the blocks shares
+// What blocks look for waits behind copies in the same queues. So few are on their way at once (pace), and
+// none while the residual's row is awaited. And it waits behind other blocks' looking. So a part of the blocks shares
 // o_proj's and down's columns, and with them what those are multiplied by; and the residual's columns are added up once, by
 // a warp of one block each, not by every block from all pieces.
 // Attention: of a part's blocks as many attend as there are pages for, each to a span of them; then every block of the part
@@ -34,6 +34,11 @@
 __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared) {
     Stream stream{shared, a.fault, 0};
     Polling polling{a.fault, 0};
+    if (threadIdx.x % WARP == 0) {
+        const int warp = threadIdx.x / WARP;
+        shared.block.find_start<QKV>(warp), shared.block.find_start<O_PROJ>(warp);
+        shared.block.find_start<GATE_UP>(warp), shared.block.find_start<DOWN>(warp);
+    }
     pdl_wait();  // the residual, the position and its page
     pdl_trigger();
     const int position = __ldcg(a.positions);
@@ -67,6 +72,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         meet();  // every warp's sums are there, and none needs the token
         store_pieces<QkvSplit>(shared, shared.block.units[QKV], blockIdx.x, QKV_ROWS, inverse, a.qkv_pieces,
                                a.fault, KERNEL_QKV, layer);
+        pace(shared, EARLY);
         phase_ended(i, QKV);
 
         if (shared.span.count > 0) {
@@ -77,13 +83,14 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         phase_ended(i, ATTENTION);
 
         merge(a, shared, polling, layer);
+        pace(shared, MIDST);
         phase_resumed(i, O_PROJ);
         stream.multiply<O_PROJ>(shared.token, layer);
         meet();  // as above
         store_o(shared, a, layer);
         phase_ended(i, O_PROJ);
 
-        hush(shared, true);
+        pace(shared, 0);
         if (threadIdx.x < WARP) add_up<OPieces>(shared, a.o_pieces, middle_of(a, i), true, polling, KERNEL_GATE_UP, layer);
         meet();  // before, polls would only be in the way of that
         Row::enter(shared, middle_of(a, i), a.post_norm[i], polling, KERNEL_GATE_UP, layer);
@@ -94,6 +101,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         meet();  // as above
         await_clearing(layer);
         store_inner(shared, a, inverse, i);
+        pace(shared, EARLY);
         phase_ended(i, GATE_UP);
 
         take_inner(shared, inner_of(a, i) + shared.block.part.number * DOWN_COLUMNS, polling, layer);
@@ -105,7 +113,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         store_pieces<DownSplit>(shared, shared.block.units[DOWN], shared.block.part.index, HIDDEN, 1.0f / INNER_SCALE,
                                 down_of(a, i) + shared.block.part.number * (DOWN_PIECES * HIDDEN), a.fault, KERNEL_DOWN, layer);
         phase_ended(i, DOWN);
-        hush(shared, i + 1 < a.layers);
+        pace(shared, i + 1 < a.layers ? 0 : AHEAD);
         if (threadIdx.x < WARP) {
             const bool last = i + 1 == a.layers;
             add_up<DownPieces>(shared, down_of(a, i), last ? a.residual_out : end_of(a, i), !last, polling, KERNEL_QKV, layer);
@@ -120,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
     const int warp = threadIdx.x / WARP;
     if (threadIdx.x == THREADS) {  // what sends copies: the first ones wait for no one
         shared.block.find();
-        shared.quiet = 0;
+        shared.pace = EARLY;
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(&shared.full[s], 1);
             barrier_init(&shared.empty[s], TEAM);

@@ -28,6 +28,16 @@ __device__ __forceinline__ uint4 load_flagged_16(const void* address) {
     return x;
 }
 
+__device__ __forceinline__ bool floats_there(uint4 x) {
+    return x.x != NOT_READY && x.y != NOT_READY && x.z != NOT_READY && x.w != NOT_READY;
+}
+
+// Halves that are all ones are nobody's result: a NaN of ours is 0x7fff.
+__device__ __forceinline__ bool halves_there(uint4 x) {
+    const auto both = [](uint32_t w) { return (w & 0xffffu) != 0xffffu && (w >> 16) != 0xffffu; };
+    return both(x.x) && both(x.y) && both(x.z) && both(x.w);
+}
+
 // What a writer stores: a NaN stays one, and is ready.
 __device__ __forceinline__ float ready_float(float x) {
     const uint32_t bits = __float_as_uint(x);

@@ -37,9 +37,6 @@ struct Part {
 };
 __device__ __forceinline__ Part own_part() { return {int(blockIdx.x) / PART_BLOCKS, int(blockIdx.x) % PART_BLOCKS}; }
 
-template <int K>
-constexpr int GROUPS_OF = padded(K) / GROUP_SIZE;
-
 __device__ __forceinline__ Run gate_up_tiles() { return part_of(Run{0, GATE_UP_TILES}, blockIdx.x, GEMV_BLOCKS); }
 __device__ __forceinline__ Run o_tiles() { return part_of(Run{0, O_TILES}, own_part().index, PART_BLOCKS); }
 static_assert(GATE_UP_TILES % PARTS == 0, "a part's blocks make its columns");
@@ -47,8 +44,6 @@ static_assert(GATE_UP_TILES % PARTS == 0, "a part's blocks make its columns");
 // A phase's groups in a tile of the block.
 template <int PHASE>
 constexpr int GROUPS_IN = (PHASE == O_PROJ ? O_COLUMNS : PHASE == DOWN ? DOWN_COLUMNS : HIDDEN) / GROUP_SIZE;
-template <int PHASE>  // and in a tile of the matrix
-constexpr int ALL_GROUPS = PARTS * GROUPS_IN<PHASE>;
 
 // The block's units: of the matrix, or of o_proj and down those of the part's columns.
 template <int PHASE>
@@ -95,10 +90,18 @@ struct Place {
 // What a block has of everything: in shared memory, as registers are scarce.
 struct Block {
     Run units[DOWN + 1];  // of each phase
+    int2 starts[DOWN + 1][WARPS];  // of each warp's first batch: the tile, of the block's, and the group in it
     Run gate_up, o;       // tiles
     Run quads;            // of four columns of the residual
     Part part;
     Place place;
+
+    // One lane of each warp.
+    template <int PHASE>
+    __device__ __forceinline__ void find_start(int warp) {
+        const int unit = units[PHASE].first % GROUPS_IN<PHASE> + warp / TEAM * TURN + warp % TEAM * BATCH;
+        starts[PHASE][warp] = make_int2(unit / GROUPS_IN<PHASE>, unit % GROUPS_IN<PHASE>);
+    }
 
     __device__ __forceinline__ void find() {
         units[QKV] = block_run<QKV>(), units[O_PROJ] = block_run<O_PROJ>();
@@ -151,7 +154,7 @@ struct Shared {
     float4 x[OWN_QUADS];                      // the residual's columns that the block adds up
     uint64_t full[STAGES], empty[STAGES];
     uint64_t k_full[SLOTS], v_full[SLOTS];
-    int quiet;  // no copies are to be sent for a phase that has not begun
+    int pace;  // stages that may be on their way
     uint64_t entered, cleared;                // a token is there whose words say what may be cleared; that has been
     Block block;
     Span span;
@@ -159,10 +162,10 @@ struct Shared {
 static_assert(sizeof(Shared) <= SMEM, "the host reserves less than this needs");
 static_assert(TURN_BYTES % ROW_BYTES == 0, "where pages begin");
 
-// While blocks hear from one another about the residual's row, memory is to be quiet: what they look for would wait behind
-// copies that are not needed yet. Thread 0 says so.
-__device__ __forceinline__ void hush(Shared& shared, bool quiet) {
-    if (threadIdx.x == 0) atomicExch(&shared.quiet, int(quiet));
+// How many stages may be on their way: what blocks look for would wait behind copies that are not needed yet. Thread 0 says
+// so.
+__device__ __forceinline__ void pace(Shared& shared, int stages) {
+    if (threadIdx.x == 0) atomicExch(&shared.pace, stages);
 }
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }

@@ -1,7 +1,6 @@
 // qwen2_layers.cu: the lane that sends copies of weights into a block's ring, and the warp that clears what blocks have told
 // one another.
 //
-// Includers define AHEAD and EARLY: stages that may be on their way at once, of the phase that is multiplied and before one is.
 #pragma once
 #include "common/layers_block.cuh"
 
@@ -64,14 +63,10 @@ struct Feed {
     }
 
     __device__ __forceinline__ void send_all() {
-        int phase_first = 0, tries = 0;  // the first stage of the phase that is sent
-        bool begun = false;              // it has been multiplied
+        int tries = 0;
         while (at.i < a.layers) {
-            const int slot = sent % STAGES;
-            if (at.next == 0) phase_first = sent, begun = false;
-            if (!begun && sent > phase_first) begun = done(phase_first % STAGES, shared.empty, phase_first / STAGES);
-            const int older = sent - (begun ? AHEAD : EARLY);
-            if ((begun || atomicOr(&shared.quiet, 0) == 0) && (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) &&
+            const int slot = sent % STAGES, older = sent - atomicOr(&shared.pace, 0);
+            if ((sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) && older < sent &&
                 (older < 0 || done(older % STAGES, shared.full, older / STAGES))) {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];

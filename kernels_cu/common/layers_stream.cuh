@@ -23,16 +23,6 @@ __device__ __forceinline__ uint4 unready_if(bool awaited) {
     return make_uint4(word, word, word, word);
 }
 
-__device__ __forceinline__ bool floats_there(uint4 x) {
-    return x.x != NOT_READY && x.y != NOT_READY && x.z != NOT_READY && x.w != NOT_READY;
-}
-
-// Halves that are all ones are nobody's result: a NaN of ours is 0x7fff.
-__device__ __forceinline__ bool halves_there(uint4 x) {
-    const auto both = [](uint32_t w) { return (w & 0xffffu) != 0xffffu && (w >> 16) != 0xffffu; };
-    return both(x.x) && both(x.y) && both(x.z) && both(x.w);
-}
-
 __device__ __forceinline__ uint2 load_flagged_8(const void* address) {
     uint2 x;
     asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address) : "memory");
@@ -62,8 +52,7 @@ struct Stream {
         float* const sums = reinterpret_cast<float*>(all) + g;
         constexpr int TEAMS = WARPS / TEAM, STEP = TEAMS * TURN;
         const int stages = div_up(block.units, TURN), place = warp % TEAM * BATCH;
-        int k = warp / TEAM, tile = (block.first % GROUPS + k * TURN + place) / GROUPS;
-        int group = (block.first % GROUPS + k * TURN + place) % GROUPS;  // of the first unit
+        int k = warp / TEAM, tile = shared.block.starts[PHASE][warp].x, group = shared.block.starts[PHASE][warp].y;
         uint4 x[BATCH][2];
 #pragma unroll
         for (int u = 0; u < BATCH; ++u) x[u][0] = x[u][1] = make_uint4(0u, 0u, 0u, 0u);
@@ -71,45 +60,42 @@ struct Stream {
             const uint32_t slot = (stage + k) % STAGES;
             barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, KERNEL_DOWN, layer);
             const int unit = k * TURN + place;
-            int ones[2][4] = {}, sixteens[2][4] = {};  // of each chunk: one chain of products would wait for each
-            float low_scale, high_scale;
-            uint2 of;
+            if (unit >= block.units) {  // the last stage's
+                if (lane == 0) barrier_arrive(&shared.empty[slot]);
+                break;
+            }
             const bool next = group + t >= GROUPS;  // the lane's unit is of the next tile
-            if (unit < block.units) {  // missing units are there as nothing that counts
-                const uint8_t* const units = shared.ring[slot] + place * UNIT_BYTES;
-                const int loaded = group + lane / 8 - (group + lane / 8 >= GROUPS ? GROUPS : 0);
-                const uint8_t* const columns = token + loaded * TOKEN::GROUP_BYTES + lane % 8 * 16;
-                of = *reinterpret_cast<const uint2*>(token + (group + t - (next ? GROUPS : 0)) * TOKEN::GROUP_BYTES +
-                                                     2 * GROUP_SIZE);
-                const f16* const scales = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
-                low_scale = f16_to_float(scales[0]), high_scale = f16_to_float(scales[8]);
+            int ones[4] = {}, sixteens[4] = {};
+            const uint8_t* const units = shared.ring[slot] + place * UNIT_BYTES;
+            const int loaded = group + lane / 8 - (group + lane / 8 >= GROUPS ? GROUPS : 0);
+            const uint8_t* const columns = token + loaded * TOKEN::GROUP_BYTES + lane % 8 * 16;
+            const f16* const scales = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
+            const bool counts = unit + t < block.units;  // missing units' scales are anything
+            const float low_scale = counts ? f16_to_float(scales[0]) : 0.0f;
+            const float high_scale = counts ? f16_to_float(scales[8]) : 0.0f;
 #pragma unroll
-                for (int u = 0; u < BATCH; ++u) {
+            for (int u = 0; u < BATCH; ++u) {  // missing units are there as nothing that counts
 #pragma unroll
-                    for (int chunk = 0; chunk < 2; ++chunk)
-                        load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
-                }
+                for (int chunk = 0; chunk < 2; ++chunk)
+                    load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
+            }
 #pragma unroll
-                for (int u = 0; u < BATCH; ++u) {
-                    const uint4* const codes = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES) + lane;
+            for (int u = 0; u < BATCH; ++u) {
+                const uint4* const codes = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES) + lane;
 #pragma unroll
-                    for (int chunk = 0; chunk < 2; ++chunk)
-                        multiply_codes(ones[chunk], sixteens[chunk], codes[chunk * WARP], x[u][chunk]);
-                }
+                for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones, sixteens, codes[chunk * WARP], x[u][chunk]);
             }
             reads_before_copies();
             __syncwarp();  // every lane has its part before the place is given back
             if (lane == 0) barrier_arrive(&shared.empty[slot]);
-            if (unit >= block.units) break;
+            const uint2 of = *reinterpret_cast<const uint2*>(
+                token + (group + t - (next ? GROUPS : 0)) * TOKEN::GROUP_BYTES + 2 * GROUP_SIZE);
             const float scale = __uint_as_float(of.x);
             const int eights = int(of.y);
-            const bool counts = unit + t < block.units;
-            int sum[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[e] = 16 * (ones[0][e] + ones[1][e]) + (sixteens[0][e] + sixteens[1][e]);
-            float low = scale * float(256 * sum[0] + sum[1] + eights) * low_scale;
-            float high = scale * float(256 * sum[2] + sum[3] + eights) * high_scale;
-            low = counts ? low : 0.0f, high = counts ? high : 0.0f;
+            const float low =
+                scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights) * low_scale;
+            const float high =
+                scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights) * high_scale;
             add_quad(sums + tile * TILE_ROWS, next ? 0.0f : low, next ? 0.0f : high, t);
             if (group + min_int(BATCH, block.units - unit) > GROUPS)
                 add_quad(sums + (tile + 1) * TILE_ROWS, next ? low : 0.0f, next ? high : 0.0f, t);
@@ -278,7 +264,7 @@ struct Row {
             other.z = __shfl_xor_sync(0xffffffffu, other.z, 1), other.w = __shfl_xor_sync(0xffffffffu, other.w, 1);
             x[i][0] = odd ? other : x[i][0], x[i][1] = odd ? x[i][1] : other;
         }
-        hush(shared, false);
+        pace(shared, kernel == KERNEL_QKV ? MIDST : AHEAD);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
@@ -314,6 +300,7 @@ __device__ __forceinline__ void take_inner(Shared& shared, const f16* inner, Pol
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) ready = ready && halves_there(x[i]);
     } while (polling.again(ready, KERNEL_DOWN, layer));
+    pace(shared, AHEAD);
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
         const int column = (i * THREADS + int(threadIdx.x)) * 8;

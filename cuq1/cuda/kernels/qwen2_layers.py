@@ -10,7 +10,8 @@ WARPS = 16  # that multiply
 BATCH = 4  # units that a warp multiplies together
 UNITS = 32  # of a stage of the ring
 MAX_STAGES = 5
-AHEAD, EARLY = 2, 1  # stages that may be on their way at once: of the phase at hand, and before it is
+# Stages that may be on their way at once: in the MLP, in q, k, v and o_proj, and while others' results are awaited.
+AHEAD, MIDST, EARLY = 2, 1, 1
 SLOTS, LONG_SLOTS = 4, 8  # pages that a block holds at once, each a warp's: the second in a long context
 SPAN_PAGES = 4  # of a block in attention, where there are blocks enough
 MAX_SPANS = 33  # of a KV head's positions
@@ -90,6 +91,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
         ("STAGE_UNITS", UNITS),
         ("STAGES", stages),
         ("AHEAD", min(AHEAD, stages)),
+        ("MIDST", min(MIDST, stages)),
         ("EARLY", min(EARLY, stages)),
         ("TOKEN", "Digits"),
         ("SLOTS", slots),
@@ -112,7 +114,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     )
 
 
-_BARRIERS = 512  # bytes, with what the block has, and what aligns them
+_BARRIERS = 1280  # bytes, with what the block has, and what aligns them
 
 
 def _token_bytes(k: int) -> int:
