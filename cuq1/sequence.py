@@ -237,9 +237,9 @@ class SequenceEngine(ABC):
         store = self._snapshots
         assert store is not None
         tokens = self._tokens[: self._done]
-        if not tokens or store.find(tokens, hint, turn=turn) is not None or not store.room(store.saver.state_bytes):
+        if not tokens or store.find(tokens, hint, turn=turn) is not None:
             return
-        saved = store.saver.save()
+        saved = store.copied(store.saver.state_bytes, store.saver.save)
         if saved is not None:
             store.add(tokens, *saved, hint=hint, turn=turn)
 

@@ -11,14 +11,15 @@ and what is worth least is dropped: a prompt that was overtaken by its conversat
 then whatever was used longest ago.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
+Made = TypeVar("Made")
 
 TAIL = 64  # tokens at a prompt's end that its next turn may have otherwise: what opens an answer, above all
 MOST = 256  # snapshots, whatever they take
@@ -44,8 +45,8 @@ class Copy(Protocol):
 class Saver(Protocol):
     """Copies what an engine's caches hold: full-attention ones by position, and all that later positions overwrite.
 
-    slack: how many tokens the sequence can be rewound after `load`, None for any number. padding: positions that a
-    copy of rows may take beyond its own.
+    slack: how far back from the last position that was written a sequence can be rewound, None for any distance.
+    padding: positions that a copy of rows may take beyond its own.
     """
 
     @property
@@ -63,6 +64,9 @@ class Saver(Protocol):
 
         None where there is no memory.
         """
+
+    def written(self, marks: Any) -> int:
+        """One past the highest position that rings had been given when a state was saved, rejected rows included."""
 
     def load(self, state: Any, marks: Any) -> None:
         """Take a saved state back, what is done among it. The sequence is already the snapshot's."""
@@ -163,7 +167,9 @@ class SnapshotStore:
 
     def _usable(self, snapshot: Snapshot, ids: Ids) -> int:
         same = common(snapshot.tokens, ids)
-        return same if self.saver.slack is None or len(snapshot) - same <= self.saver.slack else 0
+        if same == len(snapshot) or self.saver.slack is None:
+            return same
+        return same if self.saver.written(snapshot.marks) - same <= self.saver.slack else 0
 
     def reached(self, ids: Sequence[int], length: int) -> None:
         """A request goes on from the first `length` of its tokens: what was remembered of them has been of use."""
@@ -195,12 +201,22 @@ class SnapshotStore:
         lengths = [len(one) for one in self._snapshots if common(one.tokens, wanted) == len(one)]
         return max(lengths, default=0)
 
-    def room(self, size: int) -> bool:
+    def _room(self, size: int) -> bool:
         """Make room in the first tier; False where that is smaller."""
         if size > self._first:
             return False
         self._fit(size)
         return self.nbytes[0] + size <= self._first
+
+    def copied(self, size: int, make: Callable[[], Made | None]) -> Made | None:
+        """What `make` copies into about `size` bytes of the first tier; None where that is smaller.
+
+        Free memory may be in pieces, none of them large enough: then more has to go than the bound asks for.
+        """
+        made = make() if self._room(size) else None
+        while made is None and size <= self._first and self._relieve():
+            made = make()
+        return made
 
     def add(self, tokens: Sequence[int], state: Copy, marks: Any, *, hint: str, turn: bool) -> None:
         """The sequence that the caches hold now."""
@@ -239,7 +255,7 @@ class SnapshotStore:
 
     def _save_part(self, snapshot: Snapshot, start: int, end: int) -> bool:
         size = (end - start + self.saver.padding) * self.saver.row_bytes()
-        copy = self.saver.copy_rows(start, end) if self.room(size) else None
+        copy = self.copied(size, lambda: self.saver.copy_rows(start, end))
         if copy is None:
             return False
         taken = False
@@ -291,6 +307,16 @@ class SnapshotStore:
             if first + more <= self._first + self._second - second and self._spill(self._second - second):
                 continue
             self._drop([min(victims, key=self._worth)])
+
+    def _relieve(self) -> bool:
+        """Make something leave the first tier, by spilling where it can be; False where nothing is left there."""
+        if self._spill(self._second - self.nbytes[1]):
+            return True
+        there = [one for one in self._snapshots if any(copy.first_tier for copy in self._copies([one]))]
+        victims = [one for one in there if one is not self._pinned]
+        if victims:
+            self._drop([min(victims, key=self._worth)])
+        return bool(victims)
 
     def _spill(self, room: int) -> bool:
         """Move the copies of the least recently used snapshot that has any in the first tier; False where none can."""

@@ -17,7 +17,7 @@ from cuq1.cuda.heap import Heap
 from cuq1.cuda.memory import Arena, free_memory
 from cuq1.cuda.runtime import Runtime
 from cuq1.errors import DeviceError
-from cuq1.models import q1
+from cuq1.models import q1, qwen2
 from cuq1.plan.dims import HEAD_DIM, ROWS
 from cuq1.plan.qwen2_dims import PAGE
 
@@ -136,8 +136,12 @@ class DeviceSaver(ABC):
 
     @property
     def slack(self) -> int | None:
-        """What rings let the sequence be rewound by, when a round's drafts have been written too."""
-        return min((ring.slots - ring.window - ROWS for ring in self._rings), default=None)
+        """What rings hold beside a window."""
+        return min((ring.slots - ring.window for ring in self._rings), default=None)
+
+    def written(self, marks: Marks) -> int:
+        """As in Saver."""
+        return max(marks.target_end, marks.draft_end)
 
     def _state_parts(self) -> list[tuple[str, int]]:
         """Buffers of the state, and how many bytes of each."""
@@ -183,6 +187,18 @@ class DeviceSaver(ABC):
         driver = bindings()
         pointer = driver.CUdeviceptr
         check(driver.cuMemcpyAsync(pointer(target), pointer(source), size, driver.CUstream(self.runtime.stream)))
+
+    def _copy_heads(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, heads: int
+    ) -> None:
+        """`width` bytes of each head."""
+        driver = bindings()
+        what = driver.CUDA_MEMCPY2D()
+        what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        what.srcDevice, what.srcPitch = driver.CUdeviceptr(source), source_pitch
+        what.dstDevice, what.dstPitch = driver.CUdeviceptr(target), target_pitch
+        what.WidthInBytes, what.Height = width, heads
+        check(driver.cuMemcpy2DAsync(what, driver.CUstream(self.runtime.stream)))
 
     def wait(self) -> None:
         """Returns when copies are done."""
@@ -234,26 +250,17 @@ class RowSaver(DeviceSaver):
             self._copy_heads(target, slots * row, source, size // heads, (end - start) * row, heads)
         self.wait()
 
-    def _copy_heads(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, heads: int
-    ) -> None:
-        """`width` bytes of each head."""
-        driver = bindings()
-        what = driver.CUDA_MEMCPY2D()
-        what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        what.srcDevice, what.srcPitch = driver.CUdeviceptr(source), source_pitch
-        what.dstDevice, what.dstPitch = driver.CUdeviceptr(target), target_pitch
-        what.WidthInBytes, what.Height = width, heads
-        check(driver.cuMemcpy2DAsync(what, driver.CUstream(self.runtime.stream)))
-
 
 class PageSaver(DeviceSaver):
-    """Of paged caches: whole pages, wherever they lie."""
+    """Of paged caches [pages, KV heads, PAGE, head size]: copies are of whole pages, wherever they lie."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.padding = 2 * PAGE - 2  # a stretch's first and last page may be its own in part
         runtime = self.runtime
+        model = runtime.model
+        assert isinstance(model, qwen2.Model)
+        self._heads = model.sizes.kv_heads
         self._caches = [name for name in runtime.sizes if name.endswith(("k_pages", "v_pages"))]
         self._blocks = runtime.sizes["page_table"] // 4
 
@@ -280,14 +287,21 @@ class PageSaver(DeviceSaver):
         return copy
 
     def put_rows(self, copy: DeviceCopy, first: int, start: int, end: int) -> None:
-        low, high = start // PAGE, (end - 1) // PAGE + 1
-        table = self._given(high)
-        for at, number, count in _runs(table[low:high]):
-            for name, (offset, size) in zip(self._caches, copy.parts, strict=True):
-                page = size // copy.pages[1]
-                source = copy.address + offset + (low - copy.pages[0] + at) * page
-                self.copy(self.runtime.addresses[name] + number * page, source, count * page)
+        table, (held, count) = self._given((end - 1) // PAGE + 1), copy.pages
+        for name, (offset, size) in zip(self._caches, copy.parts, strict=True):
+            page, target, source = size // count, self.runtime.addresses[name], copy.address + offset
+            for block, low, high in _cut_blocks(start, end):
+                self._put_part(target + int(table[block]) * page, source + (block - held) * page, low, high, page)
+            first, last = -(-start // PAGE), end // PAGE
+            for at, number, pages in _runs(table[first : max(first, last)]):
+                self.copy(target + number * page, source + (first - held + at) * page, pages * page)
         self.wait()
+
+    def _put_part(self, target: int, source: int, low: int, high: int, page: int) -> None:
+        """Rows low .. high - 1 of a page: those beside them may be another sequence's."""
+        pitch = page // self._heads
+        row = pitch // PAGE
+        self._copy_heads(target + low * row, pitch, source + low * row, pitch, (high - low) * row, self._heads)
 
     def _given(self, blocks: int) -> NDArray[np.int32]:
         """The page table, whose first blocks have pages now: free ones, as kernels take them, where they had none."""
@@ -314,6 +328,15 @@ def saver_of(engine: Marked, runtime: Runtime, first: int, second: int) -> Devic
 
 def _aligned(size: int) -> int:
     return -(-size // 256) * 256
+
+
+def _cut_blocks(start: int, end: int) -> list[tuple[int, int, int]]:
+    """(block, low, high) of the blocks of which positions start .. end - 1 are only the rows low .. high - 1."""
+    parts = [
+        (block, max(start - block * PAGE, 0), min(end - block * PAGE, PAGE))
+        for block in sorted({start // PAGE, (end - 1) // PAGE})
+    ]
+    return [(block, low, high) for block, low, high in parts if high - low < PAGE]
 
 
 def _runs(numbers: NDArray[Any]) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from threadpoolctl import ThreadpoolController
 
 from cuq1.errors import DeviceError
 from cuq1.reference.cache import Cache, FullCache, RingCache
-from cuq1.reference.ops import F32, TILE_ROWS
+from cuq1.reference.ops import F32
 from cuq1.sampling.params import check_prompt
 from cuq1.sequence import PREFILL_CHUNK, SequenceEngine
 
@@ -148,8 +148,12 @@ class EngineSaver:
 
     @property
     def slack(self) -> int | None:
-        """What rings let the sequence be rewound by, when a round's drafts have been written too."""
-        return min((ring.slots - ring.window - TILE_ROWS for ring in self._rings()), default=None)
+        """What rings hold beside a window."""
+        return min((ring.slots - ring.window for ring in self._rings()), default=None)
+
+    def written(self, marks: tuple[int, ...]) -> int:
+        """As in Saver."""
+        return max(marks[len(self._engine.saved_counts) :], default=0)
 
     @property
     def state_bytes(self) -> int:

@@ -46,6 +46,7 @@ def ids_of(rng, first, count):
 
 def back_and_forth(one, other, rounds=6):
     """Prompts that are come back to after others: the same bits, with whatever follows them."""
+    print(f"SEED = {SEED}")
     rng = random.Random(SEED)
     for number in range(rounds):
         ids, away = ids_of(rng, 10 + number, rng.randrange(30, 900)), ids_of(rng, 5, rng.randrange(30, 900))

@@ -50,6 +50,9 @@ class FakeSaver:
     def row_bytes(self):
         return 10
 
+    def written(self, marks):
+        return marks
+
     def copy_rows(self, start, end):
         return FakeCopy(self, self.rows[start:end].copy())
 
@@ -85,8 +88,11 @@ class FakeEngine:
         return live
 
     def remember(self, hint="", turn=True):
-        if self.store.find(self.tokens, hint, turn=turn) is None and self.store.room(self.saver.state_bytes):
-            self.store.add(self.tokens, FakeCopy(self.saver, np.zeros(3)), None, hint=hint, turn=turn)
+        if self.store.find(self.tokens, hint, turn=turn) is not None:
+            return
+        state = self.store.copied(self.saver.state_bytes, lambda: FakeCopy(self.saver, np.zeros(3)))
+        if state is not None:
+            self.store.add(self.tokens, state, len(self.tokens), hint=hint, turn=turn)
 
     def check(self):
         store = self.store
