@@ -25,6 +25,9 @@ from cuq1.serve.settings import Settings
 from cuq1.serve.worker import State
 
 MAX_CONNECTIONS = 1000
+IDLE_SECONDS = (
+    75  # longer than clients keep an idle connection: where the server ends it, it may meet their next request
+)
 FORCE_SECONDS = 5.0  # from the end of the drain to the end of connections that still stand
 
 
@@ -91,7 +94,7 @@ def serve(
         loop="asyncio",
         ws="none",
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=75,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(options.drain + FORCE_SECONDS),
     )
     server = Server(config, service, options.drain, f"ready: {url} ({time.monotonic() - begun:.1f} s)")

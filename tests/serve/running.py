@@ -17,6 +17,7 @@ import uvicorn
 from cuq1.description import Description
 from cuq1.engine import open_engine
 from cuq1.serve.app import create_app
+from cuq1.serve.run import IDLE_SECONDS
 from cuq1.serve.service import EngineService
 from cuq1.serve.settings import Settings
 from tests.paths import NANO, ROOT
@@ -63,7 +64,11 @@ def serving(service, settings=None, *, send_buffer=None):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         config = uvicorn.Config(
-            create_app(service, settings or Settings()), log_config=None, access_log=False, lifespan="off"
+            create_app(service, settings or Settings()),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=IDLE_SECONDS,
         )
         server = uvicorn.Server(config)
         loop = asyncio.new_event_loop()
