@@ -53,7 +53,6 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
     meet();  // the span is there
     Copies copies;
     copies.begin(a.page_table, shared.span);
-    copies.send_first(a, shared, 0);
     uint32_t page_parity = 0, cleared = 0;
     const auto entered = [&]() {
         if (threadIdx.x == 0) barrier_arrive(&shared.entered);
@@ -67,6 +66,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         const int layer = a.layer + i;
         Row::enter(shared, i == 0 ? a.residual : end_of(a, i - 1), a.input_norm[i], polling, KERNEL_QKV, layer);
         phase_resumed(i, QKV);
+        copies.send_first(a, shared, i);  // not before: the row would wait behind them
         float inverse = inverse_rms(shared.squares);
         stream.multiply<QKV>(shared.token, layer);
         meet();  // every warp's sums are there, and none needs the token
@@ -107,9 +107,8 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         take_inner(shared, inner_of(a, i) + shared.block.part.number * DOWN_COLUMNS, polling, layer);
         phase_resumed(i, DOWN);
         stream.multiply<DOWN>(shared.inner, layer);
-        reads_before_copies();  // of what lay where pages come now
+        reads_before_copies();  // of what lies where pages will come
         meet();                 // as above
-        if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);
         store_pieces<DownSplit>(shared, shared.block.units[DOWN], shared.block.part.index, HIDDEN, 1.0f / INNER_SCALE,
                                 down_of(a, i) + shared.block.part.number * (DOWN_PIECES * HIDDEN), a.fault, KERNEL_DOWN, layer);
         phase_ended(i, DOWN);

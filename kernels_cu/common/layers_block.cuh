@@ -70,6 +70,9 @@ constexpr int BATCH = 4;             // of them that a warp multiplies together
 constexpr int TEAM = TURN / BATCH;   // warps that have a stage
 constexpr int TURN_BYTES = TURN * UNIT_BYTES;
 static_assert(TURN % BATCH == 0 && WARPS % TEAM == 0, "warps take turns");
+// A warp waits for a stage AHEAD of which at the most may be on their way, and does not see what other teams take. Between
+// two of its own, the stage that lay in the second one's place must have come: its mbarrier tells one phase from the next only.
+static_assert(STAGES >= AHEAD + WARPS / TEAM && MIDST <= AHEAD && EARLY <= AHEAD, "a stage could be taken for an older one");
 
 constexpr int HEAD_PIECES = GROUP * HEAD_SIZE / 8;                // of a record: 16 bytes each
 constexpr int RECORD_PIECES = HEAD_PIECES + STATISTICS;

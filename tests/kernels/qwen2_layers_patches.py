@@ -84,8 +84,7 @@ KEPT = {
 
 # Pages whose copies begin when they are to be read.
 ON_TIME = (
-    ("    copies.send_first(a, shared, 0);\n", ""),
-    ("if (i + 1 < a.layers) copies.send_first(a, shared, i + 1);", ""),
+    ("copies.send_first(a, shared, i);  // not", "// not"),
     ("attend(a, shared, copies, i,", "copies.send_first(a, shared, i); attend(a, shared, copies, i,"),
 )
 PART = "part.number * (c.phase != "  # none, in one phase

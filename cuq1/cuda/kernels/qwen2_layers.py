@@ -80,19 +80,18 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     """
     if not fits(dims):
         raise ValueError(f"these sizes leave a block without work in a phase, or cut groups: {dims}")
-    slots = SLOTS if short else LONG_SLOTS
-    fixed = _fixed_smem(dims, slots)
+    slots, stages = _rooms(dims, SLOTS if short else LONG_SLOTS)
+    smem = _fixed_smem(dims, slots) + stages * UNITS * UNIT_BYTES
     merging = dims.kv_heads // parts(dims) * dims.group * dims.head_size // 8  # threads that have all columns of a part
     rounds = -(-spans(dims) // (WARPS * 32 // merging))
-    stages = min(MAX_STAGES, (SHARED - fixed) // (UNITS * UNIT_BYTES))
     own = (
         ("GROUP", dims.group),
         ("WARPS", WARPS),
         ("STAGE_UNITS", UNITS),
         ("STAGES", stages),
-        ("AHEAD", min(AHEAD, stages)),
-        ("MIDST", min(MIDST, stages)),
-        ("EARLY", min(EARLY, stages)),
+        ("AHEAD", AHEAD),
+        ("MIDST", MIDST),
+        ("EARLY", EARLY),
         ("TOKEN", "Digits"),
         ("SLOTS", slots),
         ("AT_ONCE", min(3 if short else 5, rounds)),
@@ -100,7 +99,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
         ("SPANS", spans(dims)),
         ("PARTS", parts(dims)),
         ("DOWN_PIECES", down_pieces(dims)),
-        ("SMEM", fixed + stages * (UNITS * UNIT_BYTES)),
+        ("SMEM", smem),
     )
     return Kernel(
         "qwen2_layers.cu",
@@ -109,7 +108,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
         (*(d for d in common(dims) if d[0] not in ("O_PIECES", "DOWN_PIECES")), *own),
         (MULTIPROCESSORS, 1, 1),
         (WARPS + 4) * 32,
-        smem=fixed + stages * (UNITS * UNIT_BYTES),
+        smem=smem,
         max_registers=112,
     )
 
@@ -119,6 +118,15 @@ _BARRIERS = 1280  # bytes, with what the block has, and what aligns them
 
 def _token_bytes(k: int) -> int:
     return padded(k) // GROUP * (2 * GROUP + 16)
+
+
+def _rooms(dims: Qwen2Dims, slots: int) -> tuple[int, int]:
+    """Places for pages, so many at the most, and stages of the ring: enough of these come first."""
+    while True:
+        stages = min(MAX_STAGES, (SHARED - _fixed_smem(dims, slots)) // (UNITS * UNIT_BYTES))
+        if stages >= AHEAD + WARPS * BATCH // UNITS or slots == 1:
+            return slots, stages
+        slots -= 1
 
 
 def _fixed_smem(dims: Qwen2Dims, slots: int) -> int:
