@@ -19,7 +19,7 @@ __device__ __forceinline__ void delay(uint32_t place) {
 BEGIN = re.compile(r"^(?=constexpr int Q_WIDTH)", re.MULTILINE)
 CALLS = (  # where whole warps come by, and each is a statement of its own
     "phase_resumed", "phase_ended", "await_clearing", "entered", "merge", "Row::enter", "take_inner",
-    "stream\\.multiply", "store_pieces", "store_o", "store_inner",
+    "stream\\.multiply", "const int unit", "store_pieces", "store_o", "store_inner",
     "if \\(threadIdx\\.x < WARP\\)",  # adds up
     "const Input in", "softmax\\.end", "shared\\.merge\\.sums\\[0\\]", "float sum = 0",  # before what is shared
     "barrier_wait\\(&shared\\.entered", "__threadfence",  # before and behind clearing
@@ -83,9 +83,10 @@ KEPT = {
 
 
 # Pages whose copies begin when they are to be read.
+SEND = "void send_first(const Qwen2LayersArgs& a, Shared& shared, int i) {"
 ON_TIME = (
-    ("copies.send_first(a, shared, i);  // not", "// not"),
-    ("attend(a, shared, copies, i,", "copies.send_first(a, shared, i); attend(a, shared, copies, i,"),
+    (SEND, f"{SEND}}}\n__device__ __forceinline__ {SEND.replace('first', 'late')}"),
+    ("attend(a, shared, copies, i,", "copies.send_late(a, shared, i); attend(a, shared, copies, i,"),
 )
 PART = "part.number * (c.phase != "  # none, in one phase
 WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}

@@ -273,7 +273,7 @@ def test_beside_another_stream(gpu, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", TINY)
+@pytest.mark.parametrize("size", [*TINY, "7b"])
 def test_delayed_layers_are_right(gpu, size):
     for position in (48, 700, 4100):
         Case(model(gpu, size), position).check(patched(delays=True))
