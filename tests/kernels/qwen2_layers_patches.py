@@ -19,7 +19,7 @@ __device__ __forceinline__ void delay(uint32_t place) {
 BEGIN = re.compile(r"^(?=constexpr int Q_WIDTH)", re.MULTILINE)
 CALLS = (  # where whole warps come by, and each is a statement of its own
     "phase_resumed", "phase_ended", "await_clearing", "entered", "merge", "Row::enter", "take_inner",
-    "stream\\.multiply", "const int unit", "store_pieces", "store_o", "store_inner",
+    "stream\\.multiply", "const int unit = k", "store_pieces", "store_o", "store_inner",
     "if \\(threadIdx\\.x < WARP\\)",  # adds up
     "const Input in", "softmax\\.end", "shared\\.merge\\.sums\\[0\\]", "float sum = 0",  # before what is shared
     "barrier_wait\\(&shared\\.entered", "__threadfence",  # before and behind clearing
