@@ -174,7 +174,6 @@ __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2Lay
 // Why so: each block would else read all pieces of all columns, several times as much.
 struct OPieces {
     static constexpr int MOST = PARTS;
-    static __device__ __forceinline__ constexpr int of_row(int) { return PARTS; }
     static __device__ __forceinline__ constexpr bool there(int, int) { return true; }
 };
 struct DownPieces {  // piece p of part n is number n + p * PARTS

@@ -357,7 +357,14 @@ def test_sizes_that_fit(size):
     assert family.spans(dims) * dims.kv_heads <= 132
 
 
-@pytest.mark.parametrize("dims", [*ODD.values(), SHAPES["0.5b-tiny"]])
+# More columns of a part than the block's threads take; too little room for a ring.
+LARGE = {"hidden": 8192, "q_heads": 64, "kv_heads": 8, "head_size": 128, "inner": 29568}
+HUGE = {**LARGE, "hidden": 32768, "q_heads": 16, "kv_heads": 4, "inner": 131072}
+
+
+@pytest.mark.parametrize(
+    "dims", [*ODD.values(), SHAPES["0.5b-tiny"], *(replace(SHAPES["7b"], **sizes) for sizes in (LARGE, HUGE))]
+)
 def test_sizes_that_do_not(dims):
     assert not family.fits(dims)
     assert family.kernels(dims) == []

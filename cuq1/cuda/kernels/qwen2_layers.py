@@ -58,10 +58,14 @@ def handed(dims: Qwen2Dims) -> dict[str, int]:
 
 def fits(dims: Qwen2Dims) -> bool:
     """Whether a model's layers can be one launch: every block adds up some of the residual's columns, which is how
-    blocks hear of each other, has units of q, k and v, and o_proj's and down's columns can be shared out."""
+    blocks hear of each other, and has units of q, k and v; o_proj's and down's columns can be shared out, those of a
+    part among a block's threads; and the ring has room for enough stages."""
     groups = dims.hidden // GROUP
     enough = dims.hidden // 4 >= MULTIPROCESSORS and tiles(dims.qkv_rows) * groups >= MULTIPROCESSORS
-    return enough and dims.hidden % GROUP == 0 and groups >= BATCH and parts(dims) > 0 and dims.group <= 8
+    whole = dims.hidden % GROUP == 0 and groups >= BATCH and dims.group <= 8 and parts(dims) > 0
+    if not enough or not whole or dims.q_width // parts(dims) > WARPS * 32 * 8:
+        return False
+    return all(_rooms(dims, slots)[1] >= _LEAST for slots in (SLOTS, LONG_SLOTS))
 
 
 def short_positions(dims: Qwen2Dims) -> int:
@@ -113,6 +117,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     )
 
 
+_LEAST = AHEAD + WARPS * BATCH // UNITS  # stages, so that none is taken for an older one (common/layers_block.cuh)
 _BARRIERS = 1280  # bytes, with what the block has, and what aligns them
 
 
@@ -124,7 +129,7 @@ def _rooms(dims: Qwen2Dims, slots: int) -> tuple[int, int]:
     """Places for pages, so many at the most, and stages of the ring: enough of these come first."""
     while True:
         stages = min(MAX_STAGES, (SHARED - _fixed_smem(dims, slots)) // (UNITS * UNIT_BYTES))
-        if stages >= AHEAD + WARPS * BATCH // UNITS or slots == 1:
+        if stages >= _LEAST or slots == 1:
             return slots, stages
         slots -= 1
 
@@ -145,7 +150,16 @@ def _fixed_smem(dims: Qwen2Dims, slots: int) -> int:
         -(-dims.gate_up_tiles // most),
         -(-tiles(dims.hidden) // (most // parts(dims))),
     )
-    return turns + token + WARPS * sums * TILE * 4 + slots * 64 + dims.head_size * 4 + WARPS * 4 + _BARRIERS
+    return (
+        turns
+        + token
+        + WARPS * sums * TILE * 4
+        + slots * 64
+        + dims.head_size * 4
+        + WARPS * 4
+        + -(-dims.hidden // 4 // most) * 16
+        + _BARRIERS
+    )
 
 
 def kernels(dims: Qwen2Dims) -> list[Kernel]:
