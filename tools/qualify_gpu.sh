@@ -51,6 +51,10 @@ job racecheck 240 "$(sanitize racecheck --temperature 0)" &
 rm -rf "$out/qwen"
 job qwen2-races 480 "$(packed) && $(sanitize memcheck --temperature 0 --model "$qwen") &&
     $(sanitize racecheck --temperature 0 --model "$qwen")" &
+job qwen2-layers 480 "$pytest tests/kernels/test_qwen2_layers.py" &
+job qwen2-kernels 480 "$pytest tests/kernels/test_qwen2_{chain,gemv,rows,attention,prefill}.py" &
+job qwen2-memory 120 "$python -m tests.kernels.sanitize_qwen2_layers memcheck" &
+job qwen2-blocks 480 "$pytest tests/gpu/test_qwen2_blocks.py" &
 job qwen2-unit 480 "$python -m tools.check_qwen2 unit" &
 job qwen2-layer 240 "$python -m tools.check_qwen2 layer" &
 job qwen2-graph 240 "$python -m tools.check_qwen2 graph --log" &
