@@ -25,9 +25,8 @@ from cuq1.serve.settings import Settings
 from cuq1.serve.worker import State
 
 MAX_CONNECTIONS = 1000
-IDLE_SECONDS = (
-    75  # longer than clients keep an idle connection: where the server ends it, it may meet their next request
-)
+# Longer than clients keep an idle connection: where the server ends one, it may meet their next request.
+IDLE_SECONDS = 75
 FORCE_SECONDS = 5.0  # from the end of the drain to the end of connections that still stand
 
 
@@ -44,6 +43,7 @@ def serve(
     to_stderr()
     device = pick_device(options, model)
     log.info("loading %s", name)
+    note_unapplied(model)
     engine_options = EngineOptions(
         model=str(model_path),
         device=device,
@@ -104,6 +104,12 @@ def serve(
         service.close(drain=False, timeout=FORCE_SECONDS)
     log.info("stopped")
     return 0
+
+
+def note_unapplied(model: Description) -> None:
+    """Says what the checkpoint asks of sampling and no engine computes."""
+    if model.unapplied:
+        log.warning("not applied, though the checkpoint asks for it: %s", ", ".join(model.unapplied))
 
 
 def pick_device(options: argparse.Namespace, model: Description) -> Device:
