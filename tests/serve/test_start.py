@@ -14,7 +14,7 @@ from tests.paths import NANO
 def asking(folder, **settings):
     """Nano's description with more in its generation_config.json."""
     for path in NANO.iterdir():
-        if path.suffix == ".json" or path.suffix == ".jinja":
+        if path.suffix in {".json", ".jinja"}:
             shutil.copy(path, folder)
     (folder / "mtp").mkdir()
     for path in (NANO / "mtp").glob("*.json"):
