@@ -357,13 +357,17 @@ def test_sizes_that_fit(size):
     assert family.spans(dims) * dims.kv_heads <= 132
 
 
-# More columns of a part than the block's threads take; too little room for a ring.
+# More columns of a part than the block's threads take; too little room for a ring; a row of o_proj that ends within a
+# group; more KV heads than blocks.
 LARGE = {"hidden": 8192, "q_heads": 64, "kv_heads": 8, "head_size": 128, "inner": 29568}
 HUGE = {**LARGE, "hidden": 32768, "q_heads": 16, "kv_heads": 4, "inner": 131072}
+CUT = {"q_heads": 11, "kv_heads": 11, "head_size": 64}
+HEADS = {**LARGE, "hidden": 8704, "q_heads": 136, "kv_heads": 136, "head_size": 64, "inner": 1024}
 
 
 @pytest.mark.parametrize(
-    "dims", [*ODD.values(), SHAPES["0.5b-tiny"], *(replace(SHAPES["7b"], **sizes) for sizes in (LARGE, HUGE))]
+    "dims",
+    [*ODD.values(), SHAPES["0.5b-tiny"], *(replace(SHAPES["7b"], **sizes) for sizes in (LARGE, HUGE, CUT, HEADS))],
 )
 def test_sizes_that_do_not(dims):
     assert not family.fits(dims)

@@ -173,7 +173,7 @@ def test_forms_are_chosen_before_anything_is_measured(monkeypatch, capsys):
     assert bench_e2e.main(["--config", "qwen2.5-coder-0.5b-tiny", "--form", "chain", "layers"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "form layers takes a larger model: choose chain or launches" in err
+    assert "form layers takes a model of other sizes: choose chain or launches" in err
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def handed(dims: Qwen2Dims) -> dict[str, int]:
 def fits(dims: Qwen2Dims) -> bool:
     """Whether a model's layers can be one launch: every block adds up some of the residual's columns, which is how
     blocks hear of each other, and has units of q, k and v; o_proj's and down's columns can be shared out, those of a
-    part among a block's threads; and the ring has room for enough stages."""
+    part among a block's threads; there is a block for each KV head; and the ring has room for enough stages."""
     groups = dims.hidden // GROUP
     enough = dims.hidden // 4 >= MULTIPROCESSORS and tiles(dims.qkv_rows) * groups >= MULTIPROCESSORS
     whole = dims.hidden % GROUP == 0 and groups >= BATCH and dims.group <= 8 and parts(dims) > 0
-    if not enough or not whole or dims.q_width // parts(dims) > WARPS * 32 * 8:
+    if not enough or not whole or dims.q_width // parts(dims) > WARPS * 32 * 8 or spans(dims) == 0:
         return False
-    return all(_rooms(dims, slots)[1] >= _LEAST for slots in (SLOTS, LONG_SLOTS))
+    return all(_rooms(dims, slots)[1] >= _least() for slots in (SLOTS, LONG_SLOTS))
 
 
 def short_positions(dims: Qwen2Dims) -> int:
@@ -83,7 +83,7 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     ValueError for a model that does not fit.
     """
     if not fits(dims):
-        raise ValueError(f"these sizes leave a block without work in a phase, or cut groups: {dims}")
+        raise ValueError(f"these sizes leave a block without work in a phase, cut groups, or are too large: {dims}")
     slots, stages = _rooms(dims, SLOTS if short else LONG_SLOTS)
     smem = _fixed_smem(dims, slots) + stages * UNITS * UNIT_BYTES
     merging = dims.kv_heads // parts(dims) * dims.group * dims.head_size // 8  # threads that have all columns of a part
@@ -117,8 +117,12 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
     )
 
 
-_LEAST = AHEAD + WARPS * BATCH // UNITS  # stages, so that none is taken for an older one (common/layers_block.cuh)
 _BARRIERS = 1280  # bytes, with what the block has, and what aligns them
+
+
+def _least() -> int:
+    """Stages of the ring, so that none is taken for an older one (kernels_cu/common/layers_block.cuh)."""
+    return AHEAD + WARPS * BATCH // UNITS
 
 
 def _token_bytes(k: int) -> int:
@@ -129,7 +133,7 @@ def _rooms(dims: Qwen2Dims, slots: int) -> tuple[int, int]:
     """Places for pages, so many at the most, and stages of the ring: enough of these come first."""
     while True:
         stages = min(MAX_STAGES, (SHARED - _fixed_smem(dims, slots)) // (UNITS * UNIT_BYTES))
-        if stages >= _LEAST or slots == 1:
+        if stages >= _least() or slots == 1:
             return slots, stages
         slots -= 1
 
