@@ -288,7 +288,12 @@ def test_a_form_that_is_not_possible_is_refused():
     for name, sms, form, says in (
         ("qwen2.5-coder-7b", 131, "layers", "form layers takes a GPU of 132 multiprocessors, not 131: choose launches"),
         ("qwen2.5-coder-7b", 131, "chain", "form chain takes a GPU of 132 multiprocessors, not 131: choose launches"),
-        ("qwen2.5-coder-0.5b-tiny", 132, "layers", "form layers takes a model of other sizes: choose chain or launches"),
+        (
+            "qwen2.5-coder-0.5b-tiny",
+            132,
+            "layers",
+            "form layers takes a model of other sizes: choose chain or launches",
+        ),
     ):
         with pytest.raises(ConfigError) as refused:
             model_of(name, sms=sms, form=form)
