@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cuq1.serve import run
+from cuq1.serve.__main__ import main
 from cuq1.serve.settings import Settings
 from tests.paths import ROOT
 from tests.serve.running import LIMIT, ON_CPU, Process, nano_service, serving, wait_for
@@ -41,17 +43,31 @@ def refused(*options, env=None):
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("cuq1.serve: ")
-    (line,) = done.stderr.splitlines()
+    return sentence(done.returncode, done.stderr)
+
+
+def sentence(status, stderr):
+    """The one line that says what is wrong."""
+    assert status == 2
+    assert stderr.startswith("cuq1.serve: ")
+    (line,) = stderr.splitlines()
     return line
 
 
-def test_other_machines_are_let_in_with_a_key_alone():
-    for host in ("0.0.0.0", "::", "192.0.2.1"):
-        assert "--api-key" in refused("--host", host)
-    with Process("--host", "0.0.0.0", key=KEY) as server:
-        assert httpx.get(re.sub(r"//.*:", "//127.0.0.1:", server.url) + "/health").status_code == 200
+@pytest.fixture
+def refused_here(monkeypatch, capsys):
+    """As `refused`, in this process: for what is refused before anything is loaded."""
+    monkeypatch.delenv("CUQ1_API_KEY", raising=False)
+    monkeypatch.setattr(run, "serve", lambda *_: pytest.fail("it would be served"))
+    return lambda *options: sentence(main(["--port", "0", *options]), capsys.readouterr().err)
+
+
+def test_other_machines_are_let_in_with_a_key_alone(guarded, refused_here):
+    assert "--api-key" in refused("--host", "0.0.0.0")
+    for host in ("::", "192.0.2.1", ""):
+        assert "--api-key" in refused_here("--host", host)
+    assert "ready: http://0.0.0.0:" in guarded.log
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -64,13 +80,23 @@ def test_other_machines_are_let_in_with_a_key_alone():
         (["--api-key", ""], "key"),
         (["--api-key", "two words "], "key"),
         (["--model", "/nowhere"], "/nowhere"),
-        (["--tp", "7"], "7"),
         (["--host", "no.such.host.invalid"], "--host"),
         (["--drain", "nan"], "--drain"),
         (["--colour", "red"], "--colour"),
     ],
 )
-def test_bad_options_are_one_sentence(options, word):
+def test_bad_options_are_one_sentence(refused_here, options, word):
+    assert word in refused_here(*options)
+
+
+def test_good_options_are_served(refused_here):
+    """The control of the refusals."""
+    with pytest.raises(pytest.fail.Exception, match="would be served"):
+        refused_here("--max-queue", "0")
+
+
+@pytest.mark.parametrize(("options", "word"), [(["--tp", "7"], "7"), (["--max-queue", "-1"], "--max-queue")])
+def test_a_process_that_is_refused_says_no_more(options, word):
     assert word in refused(*options)
 
 
@@ -88,16 +114,17 @@ def test_a_device_that_is_not_there(options):
     assert all("loading" in other for other in told)
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(refused_here):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert "--port" in refused("--port", str(other.getsockname()[1]))
+        assert "--port" in refused_here("--port", str(other.getsockname()[1]))
 
 
 @pytest.fixture(scope="module")
 def guarded():
-    with Process("--max-body", "1", key=KEY) as server:
+    with Process("--max-body", "1", "--host", "0.0.0.0", key=KEY) as server:
+        server.url = server.url.replace("0.0.0.0", "127.0.0.1")
         yield server
 
 
@@ -108,7 +135,7 @@ def test_the_start_is_told(guarded):
         "device cpu" if ON_CPU else "device NVIDIA",
         "GiB",
         "context 65536",
-        "ready: http://127.0.0.1:",
+        "ready: http://",
     ):
         assert word in guarded.log
 
@@ -172,16 +199,15 @@ def test_the_log_tells_numbers_and_no_words(guarded):
         assert secret not in guarded.log
 
 
-def test_other_sites_pages_are_not_served():
-    with Process() as server:
-        assert chat(server.url).status_code == 200
-        assert chat(server.url, headers={"Origin": server.url}).status_code == 200
-        assert chat(server.url, headers={"Origin": "http://evil.example"}).status_code == 403
-        assert chat(server.url, headers={"Host": "evil.example"}).status_code == 403
-        for host in ("localhost", "LOCALHOST:1", "[::1]:8000", "127.0.0.1:9"):
-            assert chat(server.url, headers={"Host": host}).status_code == 200
-        for host in ("[", "a:b:c", "", "127.0.0.1.evil.example", "[::2]"):
-            assert chat(server.url, headers={"Host": host}).status_code in (400, 403)
+def test_other_sites_pages_are_not_served(base_url):
+    assert chat(base_url).status_code == 200
+    assert chat(base_url, headers={"Origin": base_url}).status_code == 200
+    assert chat(base_url, headers={"Origin": "http://evil.example"}).status_code == 403
+    assert chat(base_url, headers={"Host": "evil.example"}).status_code == 403
+    for host in ("localhost", "LOCALHOST:1", "[::1]:8000", "127.0.0.1:9"):
+        assert chat(base_url, headers={"Host": host}).status_code == 200
+    for host in ("[", "a:b:c", "", "127.0.0.1.evil.example", "[::2]"):
+        assert chat(base_url, headers={"Host": host}).status_code in (400, 403)
 
 
 def takes_nothing(url):
@@ -200,7 +226,7 @@ def test_it_drains_and_ends():
         texts, threads = {}, []
 
         def stream(index):
-            body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS | {"max_tokens": 200}
+            body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS | {"max_tokens": 100}
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
                 texts[index] = response.read().decode()
 
@@ -293,7 +319,7 @@ def test_a_body_that_comes_too_slowly():
 
 
 def test_a_drain_has_an_end():
-    with Process("--drain", "1") as server:
+    with Process("--drain", "0.4") as server:
         body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
             server.process.send_signal(signal.SIGTERM)
@@ -301,4 +327,4 @@ def test_a_drain_has_an_end():
             said = "".join(response.iter_text())
         assert "shutting down" in said
         assert server.wait() == 0
-        assert 0.9 < time.monotonic() - begun < 15
+        assert 0.35 < time.monotonic() - begun < 15

@@ -121,6 +121,8 @@ def test_a_grammar_that_does_not_follow_the_tokens_is_noticed(engine, monkeypatc
     monkeypatch.setattr(GrammarMask, name, broken)
     wrong = 0
     for number in range(10):
+        if wrong > 2:
+            return
         schema = answer_schema(random.Random(SEED + number), 1)
         try:
             message, reason = answer(engine, GRAMMARS.constraint(schema=schema), prompt("JSON"), number, max_tokens=200)
