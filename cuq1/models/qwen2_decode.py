@@ -2,7 +2,7 @@
 
     embed > layers, in a launch or two > norm > lm_head > top_k > accept.
 
-That is the form for models and GPUs that it fits (cuq1.models.qwen2_forms). The others are
+That is the form of large models, on GPUs that have room for it (cuq1.models.qwen2_forms). The others are
 
     embed > qkv, then for each layer  attention (> combine) > chain,
     norm > lm_head > top_k > accept,

@@ -1,6 +1,5 @@
 // qwen2_layers.cu: the lane that sends copies of weights into a block's ring, and the warp that clears what blocks have told
 // one another.
-//
 #pragma once
 #include "common/layers_block.cuh"
 

@@ -22,10 +22,12 @@ ATTENDED = 6e-4  # relative, of a token: probabilities and spans' results are ha
 SPARE = 5  # pages that belong to no position
 THETA = 1e6
 
-# Besides the family: small, with columns in four parts, and an MLP off 8 rows.
+# Besides the family: small, with columns in four parts, and an MLP off 8 rows; with so many KV heads that few blocks
+# share one's positions.
 SHAPES = {
     **DIMS,
     "four-parts": Qwen2Dims(hidden=768, q_heads=16, kv_heads=4, head_size=128, inner=2500, vocab=512, eps=1e-6),
+    "many-heads": Qwen2Dims(hidden=2048, q_heads=32, kv_heads=32, head_size=64, inner=2048, vocab=512, eps=1e-6),
 }
 TURNS = ("rows_handed", "inner", "down_pieces")  # have a place for each of two layers
 

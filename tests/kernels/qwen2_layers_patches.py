@@ -89,6 +89,11 @@ ON_TIME = (
     ("attend(a, shared, copies, i,", "copies.send_late(a, shared, i); attend(a, shared, copies, i,"),
 )
 PART = "part.number * (c.phase != "  # none, in one phase
+# Entries of the page table that a warp has had already.
+SAME_ENTRIES = (
+    "known = entry(a.page_table, shared.span, known_from + int",
+    "known = entry(a.page_table, shared.span, int",
+)
 WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}
 
 # Each with the position where it shows, and replacements.

@@ -17,7 +17,17 @@ from cuq1.errors import DeviceError
 from cuq1.plan.qwen2_dims import PAGE
 from tests.kernels.harness import tells
 from tests.kernels.qwen2_layers_case import FIRST, SHAPES, Case, Handed, Model, assert_same
-from tests.kernels.qwen2_layers_patches import EARLY, IN_PARTS, KEPT, ON_TIME, TURNS, WAITS, WRONG, patched
+from tests.kernels.qwen2_layers_patches import (
+    EARLY,
+    IN_PARTS,
+    KEPT,
+    ON_TIME,
+    SAME_ENTRIES,
+    TURNS,
+    WAITS,
+    WRONG,
+    patched,
+)
 from tests.kernels.qwen2_shapes import ODD
 from tests.kernels.twins import qwen2_layers as twin
 
@@ -83,6 +93,20 @@ def test_far(gpu):
     """RoPE's angles are of thousands of turns; a span's pages come in many turns."""
     for position in (8191, 16_383, 32_752, 32_767):
         Case(model(gpu, "7b-tiny", 2, FAR), position).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("short", [False, True])
+def test_more_pages_than_entries_that_a_warp_keeps(gpu, short):
+    """A warp keeps 32 entries of the page table: here it has pages for one more, and for a few."""
+    dims = SHAPES["many-heads"]
+    slots = dict(family.layers(dims, short=short).defines)["SLOTS"]
+    first = family.spans(dims) * 32 * slots * PAGE
+    whole = Model(gpu, dims, 2, first + 700)
+    for position in (first - 1, first, first + 699):
+        Case(whole, position, short=short).check()
+    with tells():
+        Case(whole, first, short=short).check(patched(SAME_ENTRIES))
 
 
 @pytest.mark.gpu
@@ -342,13 +366,13 @@ def test_replacements_have_their_places():
     found = [patched(*pairs) for _, *pairs in WRONG.values()]
     found += [patched((old, ""), delays=True) for old in EARLY.values()]
     found += [patched(*ON_TIME, (wait, "")) for wait in WAITS.values()]
-    found += [patched(*KEPT.values()), patched(delays=True)]
+    found += [patched(SAME_ENTRIES), patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
     assert len(texts) == len(found)
     jit.compile_kernel(family.layers(SHAPES["32b-tiny"]), patch=found[-1])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, "many-heads"])
 def test_sizes_that_fit(size):
     dims = SHAPES[size]
     assert family.fits(dims)

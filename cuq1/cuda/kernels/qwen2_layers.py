@@ -12,10 +12,10 @@ UNITS = 32  # of a stage of the ring
 MAX_STAGES = 5
 # Stages that may be on their way at once: in the MLP, in q, k, v and o_proj, and while others' results are awaited.
 AHEAD, MIDST, EARLY = 2, 1, 1
-SLOTS, LONG_SLOTS = 4, 8  # pages that a block holds at once, each a warp's: the second in a long context
+SLOTS, LONG_SLOTS = 4, 8  # pages that a block holds at once, at the most, each a warp's: the second in a long context
 SPAN_PAGES = 4  # of a block in attention, where there are blocks enough
 MAX_SPANS = 33  # of a KV head's positions
-PARTS = 4  # of o_proj's columns, at the most
+PARTS = 4  # of o_proj's and down's columns, at the most
 SHARED = 232448  # bytes that a block may have
 STATISTICS = 64  # bytes behind a partial result's halves: eight queries' maximum and sum
 
@@ -69,7 +69,8 @@ def fits(dims: Qwen2Dims) -> bool:
 
 
 def short_positions(dims: Qwen2Dims) -> int:
-    """Positions up to which every page of a span has a place of its own in the form for short contexts."""
+    """Positions up to which every page of a span has a place of its own in the form for short contexts, where there is
+    room for SLOTS of them; beyond, and elsewhere, pages take turns."""
     return spans(dims) * SLOTS * PAGE
 
 
