@@ -9,6 +9,8 @@ import shlex
 import shutil
 import subprocess
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
 import anthropic
 import openai
@@ -227,14 +229,32 @@ def common(one, other):
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+@dataclass
+class Task:
+    """All steps over one interface, on a service that reuses what it holds."""
+
+    tools: Tools
+    turns: list
+    prompts: list
+    held: list
+
+
+@pytest.fixture(scope="module")
+def task_over(service, base_url, tmp_path_factory):
+    @cache
+    def task_over(interface):
+        tools = Tools(tmp_path_factory.mktemp("task"))
+        with noting(service) as (prompts, held):
+            return Task(tools, run(interface(base_url), tools), prompts, held)
+
+    return task_over
+
+
 @pytest.mark.parametrize("interface", [Chat, Responses, Messages])
-def test_a_task_of_several_steps_is_done_and_every_turn_begins_where_the_last_one_ended(
-    service, base_url, tmp_path, interface
-):
-    tools = Tools(tmp_path)
-    with noting(service) as (prompts, held):
-        turns = run(interface(base_url), tools)
-    assert (tmp_path / "src" / "main.py").read_text() == "print(1)"
+def test_a_task_of_several_steps_is_done_and_every_turn_begins_where_the_last_one_ended(task_over, interface):
+    task = task_over(interface)
+    tools, turns, prompts, held = task.tools, task.turns, task.prompts, task.held
+    assert (tools.folder / "src" / "main.py").read_text() == "print(1)"
     assert tools.used == ["write_file", "read_file", "list_dir", "run"]
     assert len(turns) == 2 * len(STEPS)
     assert "print(1)" in turns[3][0]
@@ -248,17 +268,19 @@ def test_a_task_of_several_steps_is_done_and_every_turn_begins_where_the_last_on
             assert shared - 1 <= cached <= shared  # the token where a sequence is cut may be computed again
 
 
+@pytest.fixture(scope="module")
+def forgetful_url():
+    service = nano_service(Forgetful)
+    with serving(service) as url:
+        yield url
+    assert service.close(drain=False, timeout=LIMIT)
+
+
 @pytest.mark.parametrize("interface", [Chat, Responses, Messages])
-def test_answers_are_the_same_without_reuse(service, base_url, tmp_path, interface):
-    turns = run(interface(base_url), Tools(tmp_path), STEPS[:2])
-    shutil.rmtree(tmp_path / "src")
-    forgetful = nano_service(Forgetful)
-    try:
-        with serving(forgetful) as url:
-            again = run(interface(url), Tools(tmp_path), STEPS[:2])
-    finally:
-        assert forgetful.close(drain=False, timeout=LIMIT)
-    assert [said(turn) for turn in again] == [said(turn) for turn in turns]
+def test_answers_are_the_same_without_reuse(task_over, forgetful_url, tmp_path, interface):
+    again = run(interface(forgetful_url), Tools(tmp_path), STEPS[:2])
+    assert len(again) == 4
+    assert [said(turn) for turn in again] == [said(turn) for turn in task_over(interface).turns[:4]]
     assert not any(cached for *_, cached in again)
 
 
@@ -276,9 +298,8 @@ class Interrupted(Messages):
         return answer
 
 
-def test_a_second_request_takes_nothing_from_the_conversation(base_url, tmp_path):
-    alone = run(Messages(base_url), Tools(tmp_path), STEPS[:2])
-    shutil.rmtree(tmp_path / "src")
+def test_a_second_request_takes_nothing_from_the_conversation(task_over, base_url, tmp_path):
+    alone = task_over(Messages).turns[:4]
     service = nano_service(snapshots=(1 << 28, 0))
     try:
         with serving(service) as url, noting(service) as (prompts, held):

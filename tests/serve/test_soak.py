@@ -28,7 +28,7 @@ def asked(crowded):
 
 
 def test_every_answer_is_the_one_it_has_alone(crowded, asked):
-    report = asyncio.run(soak_serve.soak(crowded, asked, 64, 6, 1, os.getpid()))
+    report = asyncio.run(soak_serve.soak(crowded, asked, 64, 3, 1, os.getpid()))
     assert report.problems(grown=128 << 20, max_queue=MAX_QUEUE) == []  # this process holds the clients too
     assert report.counts["busy"] > 0  # the bound was reached
     assert report.most_waiting > MAX_QUEUE // 4

@@ -87,20 +87,20 @@ def prompt(text, tools=None, thinking=False):
 def test_200_random_schemas_with_drafts(engine):
     asked, accepted, right_without = prompt("Answer in JSON."), 0, 0
     for number in range(SCHEMAS):
-        schema = answer_schema(random.Random(SEED + number), 1)
+        schema = answer_schema(random.Random(SEED + number), number % 2)
         message, reason = answer(engine, GRAMMARS.constraint(schema=schema), asked, number)
         assert reason == "stop", (SEED + number, schema, message)
         assert valid(message.content, schema), (SEED + number, schema, message)
         accepted += message.accepted
-        if number < 20:
+        if number < 8:
             right_without += valid(answer(engine, None, asked, number, max_tokens=60)[0].content, schema)
     assert accepted > SCHEMAS
-    assert right_without <= 2
+    assert right_without <= 1
 
 
 @pytest.mark.parametrize("params", [{"draft": "off"}, {"draft": 7}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0}])
 def test_whatever_the_parameters(engine, params):
-    for number in range(5):
+    for number in range(3):
         schema = answer_schema(random.Random(SEED + number), 1)
         message, reason = answer(engine, GRAMMARS.constraint(schema=schema), prompt("JSON"), number, **params)
         assert reason == "stop", (SEED + number, schema, message)
@@ -159,7 +159,7 @@ def test_reasoning_comes_before(engine):
         if reason == "stop":
             assert valid(message.content, schema)
             reasoned += bool(message.reasoning)
-        if reasoned > 2:
+        if reasoned > 1:
             return
     raise AssertionError(reasoned)
 
@@ -245,7 +245,7 @@ def test_random_ways_through_random_calls(choice):
 
 def test_calls_of_the_model(engine):
     rng, free = random.Random(SEED), 0
-    for number in range(10):
+    for number in range(6):
         tools = check_tools([tool(rng, i) for i in range(2)])
         asked = prompt("Do something", tools)
         schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
@@ -254,9 +254,11 @@ def test_calls_of_the_model(engine):
         assert message.tool_calls
         assert not message.content.strip()
         assert all(valid(call.arguments, schemas[call.name]) for call in message.tool_calls), (SEED, message, schemas)
-        message, _ = answer(engine, None, asked, number, tools, max_tokens=60)
-        free += bool(message.tool_calls) and all(valid(one.arguments, schemas[one.name]) for one in message.tool_calls)
-    assert free <= 2
+        if number < 3:
+            message, _ = answer(engine, None, asked, number, tools, max_tokens=60)
+            calls = message.tool_calls
+            free += bool(calls) and all(valid(one.arguments, schemas[one.name]) for one in calls)
+    assert free <= 1
 
 
 def test_calls_or_json():
