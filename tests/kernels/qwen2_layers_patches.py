@@ -147,3 +147,21 @@ EARLY = {
     "sets of spans": "    meet();  // all sets' sums are there\n",
 }
 IN_PARTS = {why for why in WRONG if "part" in why or "a piece of o_proj" in why}  # show where columns are in parts
+
+
+FEW_POLLS = ("POLLS = 1 << 21", "POLLS = 1 << 14")
+STORE = "*reinterpret_cast<float4*>(out + column) ="
+# A block's first word that never comes, and where it is given up first: the phases, and the layer, from 0.
+MISSING = {
+    "q, k and v": (
+        "attention|o_proj",
+        0,
+        ("out[at] = result(", "if (i > 0 || kernel != KERNEL_QKV) out[at] = result("),
+    ),
+    "a span": ("o_proj", 0, ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
+    "o_proj": ("gate_up", 0, ("out[i] = result(", "if (i > 0) out[i] = result(")),
+    "the row before the MLP": ("gate_up", 0, (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
+    "inner": ("down", 0, ("out[at] = finite ?", "if (at > 0) out[at] = finite ?")),
+    "down": ("qkv", 0, ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
+    "the row behind it": ("qkv", 1, (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
+}

@@ -19,8 +19,10 @@ from tests.kernels.harness import tells
 from tests.kernels.qwen2_layers_case import FIRST, SHAPES, Case, Handed, Model, assert_same
 from tests.kernels.qwen2_layers_patches import (
     EARLY,
+    FEW_POLLS,
     IN_PARTS,
     KEPT,
+    MISSING,
     ON_TIME,
     SAME_ENTRIES,
     TURNS,
@@ -199,6 +201,17 @@ def test_reports_what_attention_finds(gpu):
         case.run()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", MISSING)
+def test_what_never_comes_ends_the_launch(gpu, what):
+    """With the layer, and the phase that waited for it."""
+    case = Case(model(gpu, "7b-tiny"), 700)
+    case.check(patched(FEW_POLLS))
+    phase, layer, missing = MISSING[what]
+    with pytest.raises(DeviceError, match=rf"a result that did not arrive in ({phase}), layer {FIRST + layer}\b"):
+        case.run(patched(FEW_POLLS, missing))
+
+
 # --- the same again
 
 
@@ -366,6 +379,7 @@ def test_replacements_have_their_places():
     found = [patched(*pairs) for _, *pairs in WRONG.values()]
     found += [patched((old, ""), delays=True) for old in EARLY.values()]
     found += [patched(*ON_TIME, (wait, "")) for wait in WAITS.values()]
+    found += [patched(FEW_POLLS, missing) for *_, missing in MISSING.values()]
     found += [patched(SAME_ENTRIES), patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
     assert len(texts) == len(found)
