@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -26,6 +27,9 @@ DEVICE = os.environ.get("CUQ1_TEST_DEVICE", "cpu")
 ON_CPU = DEVICE == "cpu"
 LIMIT = 30.0 if ON_CPU else 90.0  # seconds that anything here may take; on a GPU, to compile kernels among it
 PAUSE = 0.0 if ON_CPU else 0.05  # for Watched: on a GPU, nano has said all before anybody can interrupt it
+
+
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read all that there are takes longer than an answer
 
 
 def open_nano():
@@ -155,6 +159,6 @@ class Process:
 
 def post(url, path, body, **options):
     """A JSON answer, which has to be a good one."""
-    response = httpx.post(url + path, json=body, timeout=LIMIT, **options)
+    response = httpx.post(url + path, json=body, timeout=LIMIT, verify=NO_CERTIFICATES, **options)
     assert response.status_code == 200, response.text
     return response.json()

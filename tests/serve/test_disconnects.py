@@ -91,7 +91,7 @@ def is_prompt_and_right(url, expected):
 
 
 def answer(url):
-    found = post(url, "/v1/chat/completions", body(stream=False, max_tokens=6))
+    found = post(url, "/v1/chat/completions", body(stream=False, max_tokens=4))
     return found["choices"][0]["message"]
 
 
@@ -224,7 +224,7 @@ def test_an_engine_that_looks_at_nobody_is_caught(url, watched, engine, monkeypa
 def test_a_reader_that_takes_nothing_for_long_is_let_go(watched, monkeypatch):
     monkeypatch.setattr(http, "SEND_SECONDS", 0.3)
     with serving(watched, send_buffer=1 << 14) as url:
-        options = {"max_tokens": 400, "seed": 2, "logprobs": True, "top_logprobs": 20, "reasoning_effort": "none"}
+        options = {"max_tokens": 200, "seed": 2, "logprobs": True, "top_logprobs": 20, "reasoning_effort": "none"}
         slow, quick = Client(url, **options), Client(url, **options)
         wait_for(lambda: watched.worker.busy)
         quick.read_until(b"[DONE]")  # which has waited behind the other
