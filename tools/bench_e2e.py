@@ -184,7 +184,12 @@ def _run(argv: list[str] | None) -> int:
     source.add_argument("--model", nargs="+", help="Hugging Face folders, or .nanoqwen files")
     parser.add_argument("--int4-head", action="store_true", help="of random weights, the logits' matrix is INT4, too")
     parser.add_argument(
-        "--form", nargs="+", choices=FORMS, default=[None], help="launches of the layers (default: the engine's choice)"
+        "--form",
+        nargs="+",
+        choices=FORMS,
+        default=[None],
+        help="launches: one for all layers, one for what lies between two attentions, or one for each product "
+        "(default: the engine's choice)",
     )
     parser.add_argument("--prompt", type=at_least_one, default=512, help="tokens of the prompt")
     parser.add_argument("--gen", type=at_least_one, default=128, help="tokens of the answer")
