@@ -7,8 +7,8 @@
 The first two are tests (tests/kernels/test_qwen2_*.py, tests/gpu/test_qwen2_blocks.py). The third decodes pieces of
 this project's source, of 1 to 600 tokens, on small random models of all six shapes, or on --model, in the form that the
 engine chooses (small models: the chain), and judges each token by the reference's logits after the same ones, on the
-same INT4 weights. A token that is not the reference's choice is listed; it counts as a near tie where the two are closer
-than the row's error explains. Rows' errors have a bound of their own.
+same INT4 weights. A token that is not the reference's choice is listed; it counts as a near tie where the two are
+closer than the row's error explains. Rows' errors have a bound of their own.
 """
 
 import json

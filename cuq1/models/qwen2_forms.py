@@ -37,12 +37,9 @@ def form_for(d: Qwen2Dims, sms: int, wanted: Form | None = None) -> Form:
         faster = FORMS if layer_bytes(d) >= LARGE else FORMS[1:]
         return next(form for form in faster if possible[form])
     if not possible[wanted]:
-        why = (
-            f"a GPU of {MULTIPROCESSORS} multiprocessors, not {sms}"
-            if sms < MULTIPROCESSORS
-            else "a model of other sizes"
-        )
-        raise ConfigError(f"form {wanted} takes {why}: choose {' or '.join(f for f in FORMS if possible[f])}")
+        gpu = f"a GPU of {MULTIPROCESSORS} multiprocessors, not {sms}"
+        needed = gpu if sms < MULTIPROCESSORS else "a model of other sizes"
+        raise ConfigError(f"form {wanted} takes {needed}: choose {' or '.join(f for f in FORMS if possible[f])}")
     return wanted
 
 
