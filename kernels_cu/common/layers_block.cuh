@@ -14,7 +14,7 @@ constexpr int TILE_COLUMNS = TILE_ROWS / 2;  // of inner, that a tile of gate an
 constexpr int GATE_UP_TILES = padded(INNER) / TILE_COLUMNS;
 constexpr int O_TILES = HIDDEN / TILE_ROWS, O_COLUMNS = Q_WIDTH / PARTS;  // of a part
 constexpr int PART_HEADS = KV_HEADS / PARTS;
-constexpr int POLLS = 1 << 21;  // of a thread in a launch: seconds, where results take microseconds
+constexpr int POLLS = 1 << 20;  // of a thread in a launch: a second, where results take microseconds; mbarriers take longer
 constexpr int TRIES = 1 << 26;  // for a place in the ring: more seconds than all polls take
 constexpr int ALL_THREADS = THREADS + 4 * WARP;  // those that multiply; a warp that sends copies, one that clears, two idle
 
@@ -30,6 +30,10 @@ static_assert(O_COLUMNS % GROUP_SIZE == 0 && DOWN_COLUMNS % GROUP_SIZE == 0, "wh
 static_assert(QUADS >= GEMV_BLOCKS, "who has all of the residual's columns has heard of all blocks");
 
 enum Phase { QKV, ATTENTION, O_PROJ, GATE_UP, DOWN };
+// As what a phase's missing copies are reported.
+__device__ __forceinline__ constexpr int kernel_of(int phase) {
+    return phase == QKV ? KERNEL_QKV : phase == O_PROJ ? KERNEL_O_PROJ : phase == GATE_UP ? KERNEL_GATE_UP : KERNEL_DOWN;
+}
 
 // The blocks of a part have the same columns of o_proj and down, and make what down reads of these: where a block stands.
 struct Part {

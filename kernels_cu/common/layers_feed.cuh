@@ -62,11 +62,12 @@ struct Feed {
     }
 
     __device__ __forceinline__ void send_all() {
-        int tries = 0;
+        int tries = 0, come = 0;  // stages that have come, with all before them: copies may overtake one another
         while (at.i < a.layers) {
-            const int slot = sent % STAGES, older = sent - atomicOr(&shared.pace, 0);
-            if ((sent < STAGES || done(slot, shared.empty, sent / STAGES - 1)) && older < sent &&
-                (older < 0 || done(older % STAGES, shared.full, older / STAGES))) {
+            const int slot = sent % STAGES;
+            if (come < sent && done(come % STAGES, shared.full, come / STAGES)) ++come;
+            if (sent - come < atomicOr(&shared.pace, 0) &&
+                (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1))) {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];
                 barrier_expect(full, units(at) * UNIT_BYTES);
@@ -75,7 +76,7 @@ struct Feed {
                 });
                 advance(at), ++sent, tries = 0;
             } else if (++tries > TRIES) {
-                report_fault(a.fault, FAULT_COPY, KERNEL_GATE_UP, a.layer + at.i);
+                report_fault(a.fault, FAULT_COPY, kernel_of(at.phase), a.layer + at.i);
                 asm volatile("trap;");
             }
         }

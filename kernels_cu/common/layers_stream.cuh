@@ -58,7 +58,7 @@ struct Stream {
         for (int u = 0; u < BATCH; ++u) x[u][0] = x[u][1] = make_uint4(0u, 0u, 0u, 0u);
         for (; k < stages; k += TEAMS) {
             const uint32_t slot = (stage + k) % STAGES;
-            barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, KERNEL_DOWN, layer);
+            barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, kernel_of(PHASE), layer);
             const int unit = k * TURN + place;
             if (unit >= block.units) {  // the last stage's
                 if (lane == 0) barrier_arrive(&shared.empty[slot]);

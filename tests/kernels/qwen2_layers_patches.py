@@ -149,7 +149,7 @@ EARLY = {
 IN_PARTS = {why for why in WRONG if "part" in why or "a piece of o_proj" in why}  # show where columns are in parts
 
 
-FEW_POLLS = ("POLLS = 1 << 21", "POLLS = 1 << 14")
+FEW_POLLS = ("POLLS = 1 << 20", "POLLS = 1 << 14")
 STORE = "*reinterpret_cast<float4*>(out + column) ="
 # A block's first word that never comes, and where it is given up first: the phases, and the layer, from 0.
 MISSING = {
