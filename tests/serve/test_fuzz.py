@@ -41,10 +41,15 @@ def small():
     assert service.close(drain=False, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("path", sorted(description()["paths"]))
-def test_what_is_described_is_no_defect(small, path):
+@pytest.fixture(scope="module")
+def operations(small):
     api = schemathesis.openapi.from_url(f"{small}/openapi.json")
-    (operation,) = (found.ok() for found in api.get_all_operations() if found.ok().path == path)
+    return [found.ok() for found in api.get_all_operations()]
+
+
+@pytest.mark.parametrize("path", sorted(description()["paths"]))
+def test_what_is_described_is_no_defect(operations, path):
+    (operation,) = (found for found in operations if found.path == path)
     assert_described(operation)
 
 
@@ -210,10 +215,11 @@ def test_what_is_no_json_is_refused(small, path):
         b"\xff\xfe{}",
         b'{"n": ' + b"9" * 9999 + b"}",
     )
-    for content in bodies:
-        response = httpx.post(small + path, content=content, timeout=LIMIT)
-        assert 400 <= response.status_code < 500, (content[:20], response.text)
-        assert response.json()["error"]["message"]
+    with httpx.Client(timeout=LIMIT) as client:
+        for content in bodies:
+            response = client.post(small + path, content=content)
+            assert 400 <= response.status_code < 500, (content[:20], response.text)
+            assert response.json()["error"]["message"]
 
 
 def check(status, text):

@@ -52,16 +52,15 @@ def joined(chunks):
     return said
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1, -1])
 @pytest.mark.parametrize(
-    "options",
+    ("seed", "options"),
     [
-        {},
-        {"temperature": 0},
-        {"top_p": 0.5, "extra_body": {"top_k": 5}},
-        {"stop": ["return", "zzz"]},
-        {"max_completion_tokens": 7, "max_tokens": None},
-        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        *((seed, {}) for seed in (0, 7, 2**64 - 1, -1)),
+        (7, {"temperature": 0}),
+        *((seed, {"top_p": 0.5, "extra_body": {"top_k": 5}}) for seed in (0, 7)),
+        *((seed, {"stop": ["return", "zzz"]}) for seed in (0, 7)),
+        (7, {"max_completion_tokens": 7, "max_tokens": None}),
+        *((seed, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}) for seed in (0, 7)),
     ],
 )
 def test_streamed_pieces_joined_are_the_unstreamed_answer(client, seed, options):

@@ -7,6 +7,7 @@ import random
 import re
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -20,13 +21,14 @@ from cuq1.errors import RequestError, TextError
 from cuq1.reference.engine import ReferenceEngine
 from cuq1.sampling import MaskPath
 from cuq1.serve.grammar_mask import GrammarMask, Phase
+from cuq1.serve.remote import EngineOptions, RemoteEngine
 from cuq1.serve.request import ApiError
 from cuq1.serve.structured import MAX_PATTERN, MAX_REPEAT, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammars
 from cuq1.text import ChatTemplate, Tokenizer, check_tools
 from cuq1.text.formats import HERMES
 from cuq1.text.output import OutputStream
 from tests.paths import NANO
-from tests.serve.running import ON_CPU, open_nano
+from tests.serve.running import DEVICE, ON_CPU, open_nano
 from tests.serve.schemas import answer_schema, tool
 
 TOKENIZER = Tokenizer.load(NANO, 4096)
@@ -84,18 +86,38 @@ def prompt(text, tools=None, thinking=False):
     return TEMPLATE.prompt([{"role": "user", "content": text}], tools=tools, enable_thinking=thinking)
 
 
-def test_200_random_schemas_with_drafts(engine):
-    asked, accepted, right_without = prompt("Answer in JSON."), 0, 0
-    for number in range(SCHEMAS):
-        schema = answer_schema(random.Random(SEED + number), number % 2)
+@pytest.fixture
+def engines(engine):
+    """Those that compute beside each other: two processes, as servers have them, where that is sooner."""
+    if not ON_CPU:
+        yield [engine]
+        return
+    options = EngineOptions(str(NANO), DEVICE)
+    with RemoteEngine(options) as one, RemoteEngine(options) as other:
+        yield [one, other]
+
+
+def test_200_random_schemas_with_drafts(engines):
+    with ThreadPoolExecutor(len(engines)) as pool:
+        counts = list(pool.map(every_other, engines, range(len(engines)), [len(engines)] * len(engines)))
+    assert sum(number for number, _, _ in counts) == SCHEMAS
+    assert sum(accepted for _, accepted, _ in counts) > SCHEMAS
+    assert sum(right for _, _, right in counts) <= 1
+
+
+def every_other(engine, first, step):
+    """(schemas, accepted drafts, answers that were right without a grammar) of one engine's share."""
+    asked, schemas, accepted, right_without = prompt("Answer in JSON."), 0, 0, 0
+    for number in range(first, SCHEMAS, step):
+        schema = answer_schema(random.Random(SEED + number), number // step % 2)
         message, reason = answer(engine, GRAMMARS.constraint(schema=schema), asked, number)
         assert reason == "stop", (SEED + number, schema, message)
         assert valid(message.content, schema), (SEED + number, schema, message)
+        schemas += 1
         accepted += message.accepted
         if number < 8:
             right_without += valid(answer(engine, None, asked, number, max_tokens=60)[0].content, schema)
-    assert accepted > SCHEMAS
-    assert right_without <= 1
+    return schemas, accepted, right_without
 
 
 @pytest.mark.parametrize("params", [{"draft": "off"}, {"draft": 7}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0}])
