@@ -227,7 +227,7 @@ def test_it_drains_and_ends():
         texts, threads = {}, []
 
         def stream(index):
-            body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS | {"max_tokens": 100}
+            body = {"messages": [{"role": "user", "content": "Write."}]} | ENDLESS | {"max_tokens": 150}
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
                 texts[index] = response.read().decode()
 

@@ -10,6 +10,7 @@ from tests.serve.running import LIMIT, ON_CPU, nano_service, serving
 from tools import soak_serve
 
 MAX_QUEUE = soak_serve.MAX_QUEUE if ON_CPU else 8  # fewer wait for nano on a GPU: its clients are what is slow
+SECONDS = 3 if ON_CPU else 6
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def asked(crowded):
 
 
 def test_every_answer_is_the_one_it_has_alone(crowded, asked):
-    report = asyncio.run(soak_serve.soak(crowded, asked, 64, 3, 1, os.getpid()))
+    report = asyncio.run(soak_serve.soak(crowded, asked, 64, SECONDS, 1, os.getpid()))
     assert report.problems(grown=128 << 20, max_queue=MAX_QUEUE) == []  # this process holds the clients too
     assert report.counts["busy"] > 0  # the bound was reached
     assert report.most_waiting > MAX_QUEUE // 4
