@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -158,10 +159,18 @@ def torn_reads(write, tmp_path):
         thread.join()
 
 
+def in_halves(path, content):
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        time.sleep(0.001)
+        file.write(content[len(content) // 2 :])
+
+
 def test_a_file_is_replaced_whole(tmp_path):
     assert torn_reads(jit.replace_file, tmp_path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert torn_reads(lambda path, content: path.write_bytes(content), tmp_path) > 0  # the control
+    assert torn_reads(in_halves, tmp_path) > 0  # the control
 
 
 def test_no_jit_takes_only_what_was_compiled_ahead(tree, compilations, monkeypatch):
