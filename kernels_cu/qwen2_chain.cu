@@ -58,17 +58,12 @@ __device__ __forceinline__ Run block_run() {
 }
 
 // The most tiles that a block has units of.
-__device__ __host__ constexpr int touched(int units, int groups) { return (units + groups - 2) / groups + 1; }
-__device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-template <typename Split>
-constexpr int TOUCHED = touched(ceil_div(Split::UNITS, Split::TAKERS), Split::GROUPS);
 template <int PHASE>
-constexpr int SUMS_OF = PHASE == O_PROJ ? TOUCHED<OSplit>
-                        : PHASE == DOWN ? TOUCHED<DownSplit>
-                        : PHASE == QKV  ? TOUCHED<QkvSplit>
-                                        : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
-constexpr int SUMS = larger(larger(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), larger(SUMS_OF<DOWN>, SUMS_OF<QKV>));
+constexpr int SUMS_OF = PHASE == O_PROJ ? OSplit::TOUCHED
+                        : PHASE == DOWN ? DownSplit::TOUCHED
+                        : PHASE == QKV  ? QkvSplit::TOUCHED
+                                        : div_up(GATE_UP_TILES, GEMV_BLOCKS);
+constexpr int SUMS = max_int(max_int(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), max_int(SUMS_OF<DOWN>, SUMS_OF<QKV>));
 constexpr int TURN = WARPS * STAGE_UNITS;  // units that the warps take together
 
 struct Shared {
@@ -365,10 +360,8 @@ __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2Cha
         const int column = i % TILE_COLUMNS;
         const float gate = inverse * row_sum(shared, i / TILE_COLUMNS, column);
         const float up = inverse * row_sum(shared, i / TILE_COLUMNS, column + TILE_COLUMNS);
-        const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
-        const bool finite = (value & 0x7c00) != 0x7c00;
-        if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer);
-        a.inner[tiles.first * TILE_COLUMNS + i] = finite ? value : f16(0x7fff);
+        a.inner[tiles.first * TILE_COLUMNS + i] =
+            ready_half(float_to_f16(silu(gate) * up * INNER_SCALE), a.fault, KERNEL_GATE_UP, a.layer);
     }
 }
 

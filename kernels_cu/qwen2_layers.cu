@@ -149,6 +149,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
         return;
     }
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    if (threadIdx.x == THREADS) Feed{a, shared, evict_first(), 0, {0, QKV, 0}}.send_all();
+    if (threadIdx.x == THREADS) Feed{a, shared, evict_first(), 0, 0, QKV, 0}.send_all();
     if (warp == WARPS + 1) Clear{a, shared}.run();
 }

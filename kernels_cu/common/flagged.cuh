@@ -28,6 +28,12 @@ __device__ __forceinline__ uint4 load_flagged_16(const void* address) {
     return x;
 }
 
+__device__ __forceinline__ uint2 load_flagged_8(const void* address) {
+    uint2 x;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ bool floats_there(uint4 x) {
     return x.x != NOT_READY && x.y != NOT_READY && x.z != NOT_READY && x.w != NOT_READY;
 }
@@ -42,6 +48,13 @@ __device__ __forceinline__ bool halves_there(uint4 x) {
 __device__ __forceinline__ float ready_float(float x) {
     const uint32_t bits = __float_as_uint(x);
     return __uint_as_float(bits < NOT_READY ? bits : NOT_READY - 1);
+}
+
+// The same of a half, which is to be finite: another value is reported.
+__device__ __forceinline__ f16 ready_half(f16 value, Fault* fault, int kernel, int layer) {
+    const bool finite = (value & 0x7c00) != 0x7c00;
+    if (!finite) report_fault(fault, FAULT_NOT_FINITE, kernel, layer);
+    return finite ? value : f16(0x7fff);
 }
 
 // pdl_wait() of a launch that has polled for its predecessor's results, before its end.

@@ -109,7 +109,7 @@ __device__ __forceinline__ void take_qkv(const Qwen2LayersArgs& a, Shared& share
         for (int at = (span.own + 1) * ROW_BYTES + int(threadIdx.x) * 16; at < PAGE_BYTES; at += THREADS * 16)
             *reinterpret_cast<uint4*>(shared.pages[0] + PAGE_BYTES + at) = make_uint4(0u, 0u, 0u, 0u);
     }
-    if (threadIdx.x < ceil_div((GROUP + 2) * HEAD_THREADS, WARP) * WARP) {
+    if (threadIdx.x < div_up((GROUP + 2) * HEAD_THREADS, WARP) * WARP) {
         const Input in(shared);
         float4 x[2];
         in.take(a.qkv_pieces, a.bias[i], x, polling, a.layer + i);
@@ -252,7 +252,7 @@ __device__ __forceinline__ void merge(const Qwen2LayersArgs& a, Shared& shared, 
     shared.merge.sums[1][threadIdx.x] = make_float4(acc[4], acc[5], acc[6], acc[7]);
     shared.merge.statistics[threadIdx.x] = make_float2(top, sum);
     meet();  // all sets' sums are there
-    if (threadIdx.x < ceil_div(MERGED, WARP) * WARP) {
+    if (threadIdx.x < div_up(MERGED, WARP) * WARP) {
         float2 of[SETS];
         float largest = none(), total = 0.0f;
 #pragma unroll

@@ -59,16 +59,12 @@ __device__ __forceinline__ Run block_run() {
 }
 
 // The most tiles that a block has units of.
-__device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ __host__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-template <typename Split>
-constexpr int TOUCHED = (ceil_div(Split::UNITS, Split::TAKERS) + Split::GROUPS - 2) / Split::GROUPS + 1;
 template <int PHASE>
-constexpr int SUMS_OF = PHASE == O_PROJ ? ceil_div(O_TILES, PART_BLOCKS)
-                        : PHASE == DOWN ? TOUCHED<DownSplit>
-                        : PHASE == QKV  ? TOUCHED<QkvSplit>
-                                        : ceil_div(GATE_UP_TILES, GEMV_BLOCKS);
-constexpr int SUMS = larger(larger(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), larger(SUMS_OF<DOWN>, SUMS_OF<QKV>));
+constexpr int SUMS_OF = PHASE == O_PROJ ? div_up(O_TILES, PART_BLOCKS)
+                        : PHASE == DOWN ? DownSplit::TOUCHED
+                        : PHASE == QKV  ? QkvSplit::TOUCHED
+                                        : div_up(GATE_UP_TILES, GEMV_BLOCKS);
+constexpr int SUMS = max_int(max_int(SUMS_OF<O_PROJ>, SUMS_OF<GATE_UP>), max_int(SUMS_OF<DOWN>, SUMS_OF<QKV>));
 constexpr int TURN = STAGE_UNITS;    // units of a stage
 constexpr int BATCH = 4;             // of them that a warp multiplies together
 constexpr int TEAM = TURN / BATCH;   // warps that have a stage
@@ -151,7 +147,7 @@ struct Shared {
         uint8_t inner[token_bytes(DOWN_COLUMNS)];
     };
     union {  // by turns
-        uint8_t token[token_bytes(larger(HIDDEN, O_COLUMNS))];
+        uint8_t token[token_bytes(max_int(HIDDEN, O_COLUMNS))];
         QueryStep q[STEPS];  // then a span's halves
     };
     float4 sums[WARPS][SUMS][TILE_ROWS / 4];  // each warp's, of the block's tiles

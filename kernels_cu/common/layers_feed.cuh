@@ -3,38 +3,32 @@
 #pragma once
 #include "common/layers_block.cuh"
 
-struct Cursor {  // a stage of the launch: which comes next
-    int i, phase, next;
-};
-
 struct Feed {
     const Qwen2LayersArgs& a;
     Shared& shared;
     uint64_t policy;
-    int sent;
-    Cursor at;
+    int sent;                // stages
+    int i, phase, next;      // the stage that comes next: its layer, phase, and first unit of the block's
 
-    __device__ __forceinline__ const uint8_t* matrix(const Cursor& c) const {
-        return c.phase == QKV       ? a.qkv_weights[c.i]
-               : c.phase == O_PROJ  ? a.o_weights[c.i]
-               : c.phase == GATE_UP ? a.gate_up_weights[c.i]
-                                    : a.down_weights[c.i];
+    __device__ __forceinline__ const uint8_t* matrix() const {
+        return phase == QKV       ? a.qkv_weights[i]
+               : phase == O_PROJ  ? a.o_weights[i]
+               : phase == GATE_UP ? a.gate_up_weights[i]
+                                  : a.down_weights[i];
     }
 
-    __device__ __forceinline__ int units(const Cursor& c) const {
-        return min_int(shared.block.units[c.phase].units - c.next, TURN);
-    }
+    __device__ __forceinline__ int units() const { return min_int(shared.block.units[phase].units - next, TURN); }
 
     // use(bytes from the stage's beginning, address, bytes) for what lies together.
     template <typename Use>
-    __device__ __forceinline__ void pieces(const Cursor& c, Use use) const {
-        const uint8_t* const from = matrix(c);
-        const int first = shared.block.units[c.phase].first + c.next, count = units(c);
-        if (PARTS == 1 || c.phase == QKV || c.phase == GATE_UP) {
+    __device__ __forceinline__ void pieces(Use use) const {
+        const uint8_t* const from = matrix();
+        const int first = shared.block.units[phase].first + next, count = units();
+        if (PARTS == 1 || phase == QKV || phase == GATE_UP) {
             use(0, from + int64_t(first) * UNIT_BYTES, count * UNIT_BYTES);
             return;
         }
-        const int groups = c.phase == O_PROJ ? GROUPS_IN<O_PROJ> : GROUPS_IN<DOWN>;
+        const int groups = phase == O_PROJ ? GROUPS_IN<O_PROJ> : GROUPS_IN<DOWN>;
         for (int done = 0; done < count;) {  // a tile's columns of the part lie together
             const int tile = (first + done) / groups, group = (first + done) % groups;
             const int some = min_int(groups - group, count - done);
@@ -44,14 +38,14 @@ struct Feed {
         }
     }
 
-    __device__ __forceinline__ void advance(Cursor& c) const {
-        c.next += TURN;
-        while (c.i < a.layers && c.next >= shared.block.units[c.phase].units) {
-            c.next = 0;
-            if (c.phase == QKV) {
-                c.phase = O_PROJ;
-            } else if (++c.phase > DOWN) {
-                c.phase = QKV, ++c.i;
+    __device__ __forceinline__ void advance() {
+        next += TURN;
+        while (i < a.layers && next >= shared.block.units[phase].units) {
+            next = 0;
+            if (phase == QKV) {
+                phase = O_PROJ;
+            } else if (++phase > DOWN) {
+                phase = QKV, ++i;
             }
         }
     }
@@ -63,20 +57,20 @@ struct Feed {
 
     __device__ __forceinline__ void send_all() {
         int tries = 0, come = 0;  // stages that have come, with all before them: copies may overtake one another
-        while (at.i < a.layers) {
+        while (i < a.layers) {
             const int slot = sent % STAGES;
             if (come < sent && done(come % STAGES, shared.full, come / STAGES)) ++come;
             if (sent - come < atomicOr(&shared.pace, 0) &&
                 (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1))) {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];
-                barrier_expect(full, units(at) * UNIT_BYTES);
-                pieces(at, [&](int offset, const uint8_t* from, int bytes) {
+                barrier_expect(full, units() * UNIT_BYTES);
+                pieces([&](int offset, const uint8_t* from, int bytes) {
                     bulk_load(to + offset, from, bytes, full, policy);
                 });
-                advance(at), ++sent, tries = 0;
+                advance(), ++sent, tries = 0;
             } else if (++tries > TRIES) {
-                report_fault(a.fault, FAULT_COPY, kernel_of(at.phase), a.layer + at.i);
+                report_fault(a.fault, FAULT_COPY, kernel_of(phase), a.layer + i);
                 asm volatile("trap;");
             }
         }

@@ -23,12 +23,6 @@ __device__ __forceinline__ uint4 unready_if(bool awaited) {
     return make_uint4(word, word, word, word);
 }
 
-__device__ __forceinline__ uint2 load_flagged_8(const void* address) {
-    uint2 x;
-    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address) : "memory");
-    return x;
-}
-
 // The stages in the order in which they come. Half of the warps multiply one, the other half the next: a warp has BATCH units,
 // whose token columns are in different columns of the MMA, so that lane t of a quad gets the sums of unit t, and what is to
 // be done with a unit's sums is done for all of them at once. Integer instructions are what limits this loop.
@@ -161,10 +155,7 @@ __device__ __forceinline__ void store_inner(const Shared& shared, const Qwen2Lay
         const int column = at % TILE_COLUMNS;
         const float gate = inverse * row_sum(shared, at / TILE_COLUMNS, column);
         const float up = inverse * row_sum(shared, at / TILE_COLUMNS, column + TILE_COLUMNS);
-        const f16 value = float_to_f16(silu(gate) * up * INNER_SCALE);
-        const bool finite = (value & 0x7c00) != 0x7c00;
-        if (!finite) report_fault(a.fault, FAULT_NOT_FINITE, KERNEL_GATE_UP, a.layer + i);
-        out[at] = finite ? value : f16(0x7fff);
+        out[at] = ready_half(float_to_f16(silu(gate) * up * INNER_SCALE), a.fault, KERNEL_GATE_UP, a.layer + i);
     }
 }
 
@@ -184,7 +175,7 @@ struct DownPieces {  // piece p of part n is number n + p * PARTS
 template <typename Split>
 __device__ __forceinline__ void add_up(Shared& shared, const float* pieces, float* out, bool flagged, Polling& polling,
                                        int kernel, int layer) {
-    constexpr int STRANDS = 4, EACH = ceil_div(Split::MOST, STRANDS), ACROSS = WARP / STRANDS;
+    constexpr int STRANDS = 4, EACH = div_up(Split::MOST, STRANDS), ACROSS = WARP / STRANDS;
     const int lane = threadIdx.x % WARP, strand = lane / ACROSS;
     const Run quads = shared.block.quads;
     for (int first = 0; first < quads.units; first += ACROSS) {

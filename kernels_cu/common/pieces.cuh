@@ -9,6 +9,7 @@ struct Pieces {
     static constexpr int UNITS = (R + 15) / 16 * GROUPS;
     static constexpr int TAKERS = BLOCKS < UNITS ? BLOCKS : UNITS;
     static_assert(int64_t(UNITS) * TAKERS < (int64_t(1) << 31), "products below are of ints");
+    static constexpr int TOUCHED = (div_up(UNITS, TAKERS) + GROUPS - 2) / GROUPS + 1;  // tiles that a block has units of
     static __device__ __forceinline__ constexpr int block_of(int unit) { return ((unit + 1) * TAKERS - 1) / UNITS; }
     // Of the tile that has this row.
     static __device__ __forceinline__ constexpr int of_row(int row) {

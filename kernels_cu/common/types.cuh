@@ -63,11 +63,11 @@ __device__ __forceinline__ uint16_t float_to_e4m3x2(float lo, float hi) {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-__device__ __forceinline__ int min_int(int a, int b) { return a < b ? a : b; }
+__device__ __host__ __forceinline__ constexpr int min_int(int a, int b) { return a < b ? a : b; }
 
 // Rows to compute (abi.cuh), where *live may lie in L1 as it was before an older launch wrote it.
 __device__ __forceinline__ int live_before(const int* live, int rows) {
     return live != nullptr ? min_int(rows, __ldcg(live)) : rows;
 }
-__device__ __forceinline__ int max_int(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
+__device__ __host__ __forceinline__ constexpr int max_int(int a, int b) { return a > b ? a : b; }
+__device__ __host__ __forceinline__ constexpr int div_up(int a, int b) { return (a + b - 1) / b; }

@@ -88,7 +88,7 @@ ON_TIME = (
     (SEND, f"{SEND}}}\n__device__ __forceinline__ {SEND.replace('first', 'late')}"),
     ("attend(a, shared, copies, i,", "copies.send_late(a, shared, i); attend(a, shared, copies, i,"),
 )
-PART = "part.number * (c.phase != "  # none, in one phase
+PART = "part.number * (phase != "  # none, in one phase
 # Entries of the page table that a warp has had already.
 SAME_ENTRIES = (
     "known = entry(a.page_table, shared.span, known_from + int",
