@@ -146,9 +146,14 @@ def resolve(
     return Model(config, weights, -(-positions // PAGE) * PAGE, chosen, layers_per_launch)
 
 
+def row_bytes(config: Qwen2Config) -> int:
+    """What a layer's cache takes for a position."""
+    return 2 * config.kv_size * HALF
+
+
 def position_bytes(config: Qwen2Config) -> int:
     """What the caches of all layers take for a position."""
-    return config.num_hidden_layers * 2 * config.kv_size * HALF
+    return config.num_hidden_layers * row_bytes(config)
 
 
 def cache_buffers(model: Model) -> list[Buffer]:

@@ -21,10 +21,9 @@ from typing import Any
 from cuq1.cuda import abi
 from cuq1.cuda.kernels import head, qwen2_attention, qwen2_gemv, qwen2_head, qwen2_layers, qwen2_rows
 from cuq1.models.collect import Collector
-from cuq1.models.qwen2 import Layer, Model, working_buffers
+from cuq1.models.qwen2 import Layer, Model, row_bytes, working_buffers
 from cuq1.models.qwen2_forms import HALF, handed, handed_bytes
 from cuq1.plan.kernel import Kernel
-from cuq1.plan.qwen2_dims import Qwen2Dims
 from cuq1.plan.types import Plan, Ref
 
 
@@ -95,7 +94,7 @@ def _layers(b: Builder, region: int, run: range) -> None:
         **handed(d, "layers", region),
         "layers": len(run),
     }
-    row = _position_bytes(d)
+    row = row_bytes(b.model.config)
     weights = [ref for refs in matrices.values() for ref in refs]
     read = b.size(*weights) + len(run) * b.context * row
     write = len(run) * (handed_bytes(d, "layers") + row) + d.hidden * 4
@@ -106,11 +105,6 @@ def _layers(b: Builder, region: int, run: range) -> None:
 def _each(b: Builder, prefixes: Sequence[str], name: str) -> tuple[Ref, ...]:
     """A weight of several layers."""
     return tuple(b.weight(f"{prefix}.{name}") for prefix in prefixes)
-
-
-def _position_bytes(d: Qwen2Dims) -> int:
-    """What a layer's cache takes for a position."""
-    return 2 * d.kv_heads * d.head_size * HALF
 
 
 def _qkv(b: Builder, layer: Layer) -> None:
@@ -144,7 +138,7 @@ def _attention(b: Builder, layer: Layer) -> None:
         **partial,
         "splits": splits,
     }
-    row = _position_bytes(d)
+    row = row_bytes(b.model.config)
     kernel = qwen2_attention.attention_short(d) if b.short else qwen2_attention.attention(d, splits)
     b.put(kernel, "attention", number, attention, b.context * row, row)
     if not b.short:

@@ -14,7 +14,7 @@ from cuq1.cuda.abi import QWEN2_LAYERS
 from cuq1.cuda.kernels import qwen2_layers
 from cuq1.errors import ConfigError
 from cuq1.plan.dims import MULTIPROCESSORS
-from cuq1.plan.qwen2_dims import GROUP, UNIT_BYTES, Qwen2Dims, matrix_bytes, padded, pieces
+from cuq1.plan.qwen2_dims import TILE, Qwen2Dims, matrix_bytes, padded, pieces
 from cuq1.plan.types import Ref
 
 Form = Literal["layers", "chain", "launches"]
@@ -45,9 +45,9 @@ def form_for(d: Qwen2Dims, sms: int, wanted: Form | None = None) -> Form:
 
 def layer_bytes(d: Qwen2Dims) -> int:
     """Of a layer's INT4 matrices as kernels read them."""
-    gate_up = d.gate_up_tiles * (padded(d.hidden) // GROUP) * UNIT_BYTES
-    rest = ((d.qkv_rows, d.hidden), (d.hidden, d.q_width), (d.hidden, d.inner))
-    return gate_up + sum(matrix_bytes(rows, k) for rows, k in rest)
+    gate_up = d.gate_up_tiles * TILE
+    matrices = ((d.qkv_rows, d.hidden), (d.hidden, d.q_width), (gate_up, d.hidden), (d.hidden, d.inner))
+    return sum(matrix_bytes(rows, k) for rows, k in matrices)
 
 
 def runs_of(layers: int, most: int = QWEN2_LAYERS) -> tuple[range, ...]:

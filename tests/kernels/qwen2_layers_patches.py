@@ -161,7 +161,7 @@ MISSING = {
     "a span": ("o_proj", 0, ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
     "o_proj": ("gate_up", 0, ("out[i] = result(", "if (i > 0) out[i] = result(")),
     "the row before the MLP": ("gate_up", 0, (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
-    "inner": ("down", 0, ("out[at] = finite ?", "if (at > 0) out[at] = finite ?")),
+    "inner": ("down", 0, ("out[at] = ready_half(", "if (at > 0) out[at] = ready_half(")),
     "down": ("qkv", 0, ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
     "the row behind it": ("qkv", 1, (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
 }
