@@ -97,7 +97,7 @@ def test_json_of_random_schemas(cuda, prompts):
     pytest.importorskip("llguidance")
     jsonschema = pytest.importorskip("jsonschema")
     from tests.serve.schemas import answer_schema  # noqa: PLC0415
-    from tests.serve.test_structured import GRAMMARS, TOKENIZER  # noqa: PLC0415
+    from tests.serve.grammars import GRAMMARS, TOKENIZER  # noqa: PLC0415
 
     accepted = 0
     for number in range(30):
