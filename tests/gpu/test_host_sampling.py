@@ -96,8 +96,8 @@ def test_log_probabilities(cuda, prompts):
 def test_json_of_random_schemas(cuda, prompts):
     pytest.importorskip("llguidance")
     jsonschema = pytest.importorskip("jsonschema")
-    from tests.serve.schemas import answer_schema  # noqa: PLC0415
     from tests.serve.grammars import GRAMMARS, TOKENIZER  # noqa: PLC0415
+    from tests.serve.schemas import answer_schema  # noqa: PLC0415
 
     accepted = 0
     for number in range(30):
