@@ -32,7 +32,7 @@
 #include "common/phases.cuh"
 
 __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared) {
-    Stream stream{shared, a.fault, 0};
+    Stream stream(shared, a.fault);
     Polling polling{a.fault, 0};
     if (threadIdx.x % WARP == 0) {
         const int warp = threadIdx.x / WARP;
@@ -82,6 +82,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         }
         phase_ended(i, ATTENTION);
 
+        stream.hold<O_PROJ>();
         merge(a, shared, polling, layer);
         pace(shared, MIDST);
         phase_resumed(i, O_PROJ);
@@ -90,6 +91,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         store_o(shared, a, layer);
         phase_ended(i, O_PROJ);
 
+        stream.hold<GATE_UP>();
         pace(shared, 0);
         if (threadIdx.x < WARP) add_up<OPieces>(shared, a.o_pieces, middle_of(a, i), true, polling, KERNEL_GATE_UP, layer);
         meet();  // before, polls would only be in the way of that
@@ -104,6 +106,7 @@ __device__ __forceinline__ void compute(const Qwen2LayersArgs& a, Shared& shared
         pace(shared, EARLY);
         phase_ended(i, GATE_UP);
 
+        stream.hold<DOWN>();
         take_inner(shared, inner_of(a, i) + shared.block.part.number * DOWN_COLUMNS, polling, layer);
         phase_resumed(i, DOWN);
         stream.multiply<DOWN>(shared.inner, layer);
@@ -149,6 +152,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) qwen2_layers(const 
         return;
     }
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    if (threadIdx.x == THREADS) Feed{a, shared, evict_first(), 0, 0, QKV, 0}.send_all();
+    if (threadIdx.x == THREADS) Feed{a, shared, 0, 0, QKV, 0}.send_all();
     if (warp == WARPS + 1) Clear{a, shared}.run();
 }

@@ -15,7 +15,7 @@ constexpr int GATE_UP_TILES = padded(INNER) / TILE_COLUMNS;
 constexpr int O_TILES = HIDDEN / TILE_ROWS, O_COLUMNS = Q_WIDTH / PARTS;  // of a part
 constexpr int PART_HEADS = KV_HEADS / PARTS;
 constexpr int POLLS = 1 << 20;  // of a thread in a launch: a second, where results take microseconds; mbarriers take longer
-constexpr int TRIES = 1 << 26;  // for a place in the ring: more seconds than all polls take
+constexpr int PATIENCE = 2000000000;  // ns for a place in the ring: longer than all polls take
 constexpr int ALL_THREADS = THREADS + 4 * WARP;  // those that multiply; a warp that sends copies, one that clears, two idle
 
 constexpr int DOWN_COLUMNS = padded(INNER) / PARTS;
@@ -72,7 +72,7 @@ constexpr int TURN_BYTES = TURN * UNIT_BYTES;
 static_assert(TURN % BATCH == 0 && WARPS % TEAM == 0, "warps take turns");
 // A warp waits for a stage AHEAD of which at the most may be on their way, and does not see what other teams take. Between
 // two of its own, the stage that lay in the second one's place must have come: its mbarrier tells one phase from the next only.
-static_assert(STAGES >= AHEAD + WARPS / TEAM && MIDST <= AHEAD && EARLY <= AHEAD, "a stage could be taken for an older one");
+static_assert(STAGES >= AHEAD + WARPS / TEAM && MIDST < AHEAD && EARLY < AHEAD, "a stage could be taken for an older one");
 
 constexpr int HEAD_PIECES = GROUP * HEAD_SIZE / 8;                // of a record: 16 bytes each
 constexpr int RECORD_PIECES = HEAD_PIECES + STATISTICS;
@@ -158,6 +158,7 @@ struct Shared {
     uint64_t full[STAGES], empty[STAGES];
     uint64_t k_full[SLOTS], v_full[SLOTS];
     int pace;  // stages that may be on their way
+    uint32_t due;  // the feed's own: registers are scarce there
     uint64_t entered, cleared;                // a token is there whose words say what may be cleared; that has been
     Block block;
     Span span;

@@ -1,12 +1,12 @@
 // qwen2_layers.cu: the lane that sends copies of weights into a block's ring, and the warp that clears what blocks have told
 // one another.
 #pragma once
+#include "common/clock.cuh"
 #include "common/layers_block.cuh"
 
 struct Feed {
     const Qwen2LayersArgs& a;
     Shared& shared;
-    uint64_t policy;
     int sent;                // stages
     int i, phase, next;      // the stage that comes next: its layer, phase, and first unit of the block's
 
@@ -56,20 +56,28 @@ struct Feed {
     }
 
     __device__ __forceinline__ void send_all() {
-        int tries = 0, come = 0;  // stages that have come, with all before them: copies may overtake one another
+        int come = 0;  // stages that have come, with all before them: copies may overtake one another
+        // When the next stage may be sent in the MLP. Memory delivers one to every block in SPACING there: a block that asks
+        // more often gets ahead at the cost of others, for whom all will wait. One that is late makes up for SLACK at most.
+        volatile uint32_t& due = shared.due;
+        due = clock_ns_low();
         while (i < a.layers) {
             const int slot = sent % STAGES;
             if (come < sent && done(come % STAGES, shared.full, come / STAGES)) ++come;
-            if (sent - come < atomicOr(&shared.pace, 0) &&
+            const int pace = atomicOr(&shared.pace, 0);
+            const uint32_t now = clock_ns_low();
+            if (sent - come < pace && (pace < AHEAD || int(now - due) >= 0) &&
                 (sent < STAGES || done(slot, shared.empty, sent / STAGES - 1))) {
                 uint64_t* const full = &shared.full[slot];
                 uint8_t* const to = shared.ring[slot];
                 barrier_expect(full, units() * UNIT_BYTES);
                 pieces([&](int offset, const uint8_t* from, int bytes) {
-                    bulk_load(to + offset, from, bytes, full, policy);
+                    bulk_load(to + offset, from, bytes, full, evict_first());
                 });
-                advance(), ++sent, tries = 0;
-            } else if (++tries > TRIES) {
+                if (int(now - due) > SLACK) due = now - SLACK;
+                if (pace == AHEAD) due += SPACING;
+                advance(), ++sent;
+            } else if (int(now - due) > PATIENCE) {
                 report_fault(a.fault, FAULT_COPY, kernel_of(phase), a.layer + i);
                 asm volatile("trap;");
             }

@@ -26,10 +26,55 @@ __device__ __forceinline__ uint4 unready_if(bool awaited) {
 // The stages in the order in which they come. Half of the warps multiply one, the other half the next: a warp has BATCH units,
 // whose token columns are in different columns of the MMA, so that lane t of a quad gets the sums of unit t, and what is to
 // be done with a unit's sums is done for all of them at once. Integer instructions are what limits this loop.
+// A phase's first batches are in registers before its token is there, where they have come by then: the ring has room for
+// two stages more, and the products begin sooner.
 struct Stream {
     Shared& shared;
     Fault* fault;
     uint32_t stage;  // the phase's first one
+    bool held;       // the warp has its first batch of it
+    uint4 codes[BATCH][2];
+    uint32_t scales;  // of rows g and g + 8 of lane t's unit
+
+    __device__ __forceinline__ Stream(Shared& block, Fault* reports) : shared(block), fault(reports), stage(0) {
+        forget();
+    }
+
+    // The warp's batch of the stage that lies there, of which `left` units count: missing ones' codes are anything, and their
+    // scales 0. The place is given back.
+    __device__ __forceinline__ void take(uint32_t slot, int left) {
+        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+        const uint8_t* const units = shared.ring[slot] + threadIdx.x / WARP % TEAM * (BATCH * UNIT_BYTES);
+#pragma unroll
+        for (int u = 0; u < BATCH; ++u) {
+#pragma unroll
+            for (int chunk = 0; chunk < 2; ++chunk)
+                codes[u][chunk] = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES)[chunk * WARP + lane];
+        }
+        const f16* const of = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
+        scales = t < left ? uint32_t(of[0]) | uint32_t(of[8]) << 16 : 0u;
+        reads_before_copies();
+        __syncwarp();  // every lane has its part before the place is given back
+        if (lane == 0) barrier_arrive(&shared.empty[slot]);
+    }
+
+    // The phase's first batch, where it has come. After a barrier behind the phase before: what lay in its place has come then.
+    template <int PHASE>
+    __device__ __forceinline__ void hold() {
+        const int warp = threadIdx.x / WARP, k = warp / TEAM;
+        const int left = shared.block.units[PHASE].units - (k * TURN + warp % TEAM * BATCH);
+        const uint32_t slot = (stage + k) % STAGES;
+        held = left > 0 && __all_sync(0xffffffffu, barrier_passed(&shared.full[slot], (stage + k) / STAGES & 1));
+        if (held) take(slot, left);
+    }
+
+    // No batch is held: else registers would keep what a phase left through the next one's beginning.
+    __device__ __forceinline__ void forget() {
+        held = false;
+#pragma unroll
+        for (int u = 0; u < BATCH; ++u) codes[u][0] = codes[u][1] = make_uint4(0u, 0u, 0u, 0u);
+        scales = 0u;
+    }
 
     // The warps' parts of a phase times the token, into their sums.
     template <int PHASE>
@@ -51,45 +96,41 @@ struct Stream {
 #pragma unroll
         for (int u = 0; u < BATCH; ++u) x[u][0] = x[u][1] = make_uint4(0u, 0u, 0u, 0u);
         for (; k < stages; k += TEAMS) {
-            const uint32_t slot = (stage + k) % STAGES;
-            barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, kernel_of(PHASE), layer);
             const int unit = k * TURN + place;
-            if (unit >= block.units) {  // the last stage's
-                if (lane == 0) barrier_arrive(&shared.empty[slot]);
-                break;
+            if (!held) {
+                const uint32_t slot = (stage + k) % STAGES;
+                barrier_wait(&shared.full[slot], (stage + k) / STAGES & 1, fault, kernel_of(PHASE), layer);
+                if (unit >= block.units) {  // the last stage's
+                    if (lane == 0) barrier_arrive(&shared.empty[slot]);
+                    break;
+                }
+                take(slot, block.units - unit);
             }
+            held = false;
             const bool next = group + t >= GROUPS;  // the lane's unit is of the next tile
             int ones[4] = {}, sixteens[4] = {};
-            const uint8_t* const units = shared.ring[slot] + place * UNIT_BYTES;
             const int loaded = group + lane / 8 - (group + lane / 8 >= GROUPS ? GROUPS : 0);
             const uint8_t* const columns = token + loaded * TOKEN::GROUP_BYTES + lane % 8 * 16;
-            const f16* const scales = reinterpret_cast<const f16*>(units + t * UNIT_BYTES + CODE_BYTES) + g;
-            const bool counts = unit + t < block.units;  // missing units' scales are anything
-            const float low_scale = counts ? f16_to_float(scales[0]) : 0.0f;
-            const float high_scale = counts ? f16_to_float(scales[8]) : 0.0f;
 #pragma unroll
-            for (int u = 0; u < BATCH; ++u) {  // missing units are there as nothing that counts
+            for (int u = 0; u < BATCH; ++u) {
 #pragma unroll
                 for (int chunk = 0; chunk < 2; ++chunk)
                     load_for(x[u][chunk], reinterpret_cast<const uint4*>(columns) + 8 * chunk, lane / 8 == u);
             }
 #pragma unroll
             for (int u = 0; u < BATCH; ++u) {
-                const uint4* const codes = reinterpret_cast<const uint4*>(units + u * UNIT_BYTES) + lane;
 #pragma unroll
-                for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones, sixteens, codes[chunk * WARP], x[u][chunk]);
+                for (int chunk = 0; chunk < 2; ++chunk) multiply_codes(ones, sixteens, codes[u][chunk], x[u][chunk]);
             }
-            reads_before_copies();
-            __syncwarp();  // every lane has its part before the place is given back
-            if (lane == 0) barrier_arrive(&shared.empty[slot]);
+            const float2 of_rows = unpack_f16(scales);
             const uint2 of = *reinterpret_cast<const uint2*>(
                 token + (group + t - (next ? GROUPS : 0)) * TOKEN::GROUP_BYTES + 2 * GROUP_SIZE);
             const float scale = __uint_as_float(of.x);
             const int eights = int(of.y);
             const float low =
-                scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights) * low_scale;
+                scale * float(256 * (16 * ones[0] + sixteens[0]) + (16 * ones[1] + sixteens[1]) + eights) * of_rows.x;
             const float high =
-                scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights) * high_scale;
+                scale * float(256 * (16 * ones[2] + sixteens[2]) + (16 * ones[3] + sixteens[3]) + eights) * of_rows.y;
             add_quad(sums + tile * TILE_ROWS, next ? 0.0f : low, next ? 0.0f : high, t);
             if (group + min_int(BATCH, block.units - unit) > GROUPS)
                 add_quad(sums + (tile + 1) * TILE_ROWS, next ? low : 0.0f, next ? high : 0.0f, t);
@@ -97,6 +138,7 @@ struct Stream {
             if (group >= GROUPS) group -= GROUPS, ++tile;
         }
         stage += stages;
+        forget();
     }
 
     // += the sums over a quad's lanes.

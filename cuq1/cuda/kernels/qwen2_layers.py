@@ -9,12 +9,17 @@ from cuq1.plan.qwen2_dims import GROUP, PAGE, TILE, UNIT_BYTES, Qwen2Dims, padde
 WARPS = 16  # that multiply
 BATCH = 4  # units that a warp multiplies together
 UNITS = 32  # of a stage of the ring
+TEAMS = WARPS * BATCH // UNITS  # of warps, which take turns with stages
 MAX_STAGES = 5
 # Stages that may be on their way at once: in the MLP, in q, k, v and o_proj, and while others' results are awaited.
-AHEAD, MIDST, EARLY = 2, 1, 1
+AHEAD, MIDST, EARLY = 3, 1, 1
+LEAST_AHEAD = 2  # where the ring has no room for more
+SPACING = 960  # ns between a block's stages in the MLP: all blocks' together are 4.65 TB/s, just above an H200's memory
+SLACK = 1000  # ns that a block which was slow may catch up
 SLOTS, LONG_SLOTS = 4, 8  # pages that a block holds at once, at the most, each a warp's: the second in a long context
 SPAN_PAGES = 4  # of a block in attention, where there are blocks enough
 MAX_SPANS = 33  # of a KV head's positions
+AT_ONCE = 3  # spans whose results a thread waits for together
 PARTS = 4  # of o_proj's and down's columns, at the most
 SHARED = 232448  # bytes that a block may have
 STATISTICS = 64  # bytes behind a partial result's halves: eight queries' maximum and sum
@@ -94,12 +99,14 @@ def layers(dims: Qwen2Dims, *, short: bool = False) -> Kernel:
         ("WARPS", WARPS),
         ("STAGE_UNITS", UNITS),
         ("STAGES", stages),
-        ("AHEAD", AHEAD),
+        ("AHEAD", min(AHEAD, stages - TEAMS)),
         ("MIDST", MIDST),
         ("EARLY", EARLY),
+        ("SPACING", SPACING),
+        ("SLACK", SLACK),
         ("TOKEN", "Digits"),
         ("SLOTS", slots),
-        ("AT_ONCE", min(3 if short else 5, rounds)),
+        ("AT_ONCE", min(AT_ONCE, rounds)),
         ("SPAN_PAGES", SPAN_PAGES),
         ("SPANS", spans(dims)),
         ("PARTS", parts(dims)),
@@ -123,7 +130,7 @@ _BARRIERS = 1280  # bytes, with what the block has, and what aligns them
 
 def _least() -> int:
     """Stages of the ring, so that none is taken for an older one (kernels_cu/common/layers_block.cuh)."""
-    return AHEAD + WARPS * BATCH // UNITS
+    return LEAST_AHEAD + TEAMS
 
 
 def _token_bytes(k: int) -> int:
