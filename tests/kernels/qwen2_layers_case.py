@@ -54,12 +54,22 @@ class Dense:
         return qwen2_layers.products(*map(m.gpu.array, (m.words, m.scales, x)), cupy, power).get()
 
 
+def without_mean(words):
+    """Words with 0 for each code of -8, as packing leaves it out: the others add up to nothing in the mean."""
+    other = words ^ np.uint32(0x88888888)
+    eights = ~(((other & np.uint32(0x77777777)) + np.uint32(0x77777777)) | other) & np.uint32(0x88888888)
+    return words & ~eights
+
+
 class Weights:
-    """A layer's, on both sides. Attention and the MLP count as much as the residual."""
+    """A layer's, on both sides. Attention and the MLP count as much as the residual, and older positions as much as the
+    token's own: codes with a mean would turn all columns, heads and keys one way, so that a token sees itself alone."""
 
     def __init__(self, gpu, dims, rng):
         def matrix(rows, k, size):
-            return Matrix(gpu, rng, rows, k, scales=random_scales(rng, rows, k, size))
+            made = Matrix(gpu, rng, rows, k, scales=random_scales(rng, rows, k, size))
+            made.words = without_mean(made.words)
+            return made
 
         self.matrices = {
             "qkv": matrix(dims.qkv_rows, dims.hidden, 1.0),

@@ -94,7 +94,11 @@ SAME_ENTRIES = (
     "known = entry(a.page_table, shared.span, known_from + int",
     "known = entry(a.page_table, shared.span, int",
 )
-WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}
+# A wait for a page behind its reads, so that none is on its way when the next one is sent, or the block ends.
+WAITS = {}
+for part, read in {"k": "const bool more = page + SLOTS", "v": "parity ^= 1;\n            if (more)"}.items():
+    wait = f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);"
+    WAITS[part] = ((wait, ""), (read, f"{wait} {read}"))
 
 # Each with the position where it shows, and replacements.
 WRONG = {
@@ -152,17 +156,18 @@ IN_PARTS = {why for why in WRONG if "part" in why or "a piece of o_proj" in why}
 
 FEW_POLLS = ("POLLS = 1 << 20", "POLLS = 1 << 14")
 STORE = "*reinterpret_cast<float4*>(out + column) ="
-# A block's first word that never comes, and where it is given up first: the phases, and the layer, from 0.
+# A block's first word that never comes, and where it may be given up first: phases, and layers, from 0.
 MISSING = {
     "q, k and v": (
         "attention|o_proj",
-        0,
+        "0",
         ("out[at] = result(", "if (i > 0 || kernel != KERNEL_QKV) out[at] = result("),
     ),
-    "a span": ("o_proj", 0, ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
-    "o_proj": ("gate_up", 0, ("out[i] = result(", "if (i > 0) out[i] = result(")),
-    "the row before the MLP": ("gate_up", 0, (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
-    "inner": ("down", 0, ("out[at] = ready_half(", "if (at > 0) out[at] = ready_half(")),
-    "down": ("qkv", 0, ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
-    "the row behind it": ("qkv", 1, (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
+    "a span": ("o_proj", "0", ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
+    "o_proj": ("gate_up", "0", ("out[i] = result(", "if (i > 0) out[i] = result(")),
+    "the row before the MLP": ("gate_up", "0", (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
+    "inner": ("down", "0", ("out[at] = ready_half(", "if (at > 0) out[at] = ready_half(")),
+    # By who adds up, or by those who wait for the next layer's row.
+    "down": ("qkv", "01", ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
+    "the row behind it": ("qkv", "1", (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
 }

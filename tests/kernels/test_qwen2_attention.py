@@ -17,6 +17,7 @@ from tests.kernels.qwen2_shapes import ALL
 from tests.kernels.told import TELL, run_chain, tell
 from tests.kernels.twins import qwen2 as twin
 from tests.kernels.twins.qwen2_gemv import written
+from tests.paths import ROOT
 
 TOLERANCE = 6e-4  # relative, of a token: probabilities and results are halves
 SPARE = 5  # pages that belong to no position
@@ -43,9 +44,11 @@ def history(kv_heads, dim, count):
 
 
 def patched(kernel, *pairs):
-    """A patch for Gpu.run that makes several replacements; ValueError where one has not one place."""
+    """A patch for Gpu.run that makes several replacements, in the source or what it shares with the launch of all
+    layers; ValueError where one has not one place."""
     whole = jit.source_text(kernel)
-    text = whole
+    shared = (ROOT / "kernels_cu/common/qwen2_attend.cuh").read_text().replace("#pragma once", "")
+    text = whole.replace('#include "common/qwen2_attend.cuh"', shared)
     for old, new in pairs:
         if text.count(old) != 1:
             raise ValueError(f"{old!r} occurs {text.count(old)} times")
@@ -312,56 +315,40 @@ def test_scores_are_of_queries_in_full(gpu):
     assert error(("make_uint2(high, low)", "make_uint2(high, 0 * low)")) > 2e-5
 
 
+# Each with the position where it shows, and replacements.
+BROKEN = {
+    "without itself": (50, ("if (g > last) s", "if (g >= last) s")),
+    "one beyond": (34, ("if (g > last) s", "if (g > last + 1) s"), (POSITION, POISONED)),
+    "without itself, upper keys": (60, ("if (g + 8 > last) s", "if (g + 8 >= last) s")),
+    "garbage behind the token": (50, ("if (tail) {  // values", "if (false) {  // values"), (POSITION, POISONED)),
+    "the tail page as it lies": (50, ("(i == 0 ? share.own : PAGE)", "PAGE"), NONE_EARLY, ALL_AFTER),
+    "no bias": (50, ("in[r].x[half] = plus(in[r].x[half], unpacked", "(void)(unpacked")),
+    "a piece less": (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "1 : 0")),
+    "pieces that are not there": (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "QKV_PIECES : 0")),
+    "pairs": (50, ("threadIdx.x % HEAD_THREADS * 4 + i)", "threadIdx.x % HEAD_THREADS * 4 + (i ^ 1))")),
+    "the other way round": (50, ("lo.x * cosine.x - hi.x * sine.x", "lo.x * cosine.x + hi.x * sine.x")),
+    "turns in float": (32_767, ("return float(turns - rint(turns));", "return float(turns);")),
+    "another page for the token": (
+        50,
+        ("__ldcg(a.page_table + share.first) : 0", "__ldcg(a.page_table + max_int(share.first - 1, 0)) : 0"),
+    ),
+    "another page": (
+        50,
+        ("__ldcg(a.page_table + share.first - i)", "__ldcg(a.page_table + max_int(share.first - i - 1, 0))"),
+    ),
+    "another stretch of the table": (9000, ("known_from += WARP;", "")),
+    "operands": (130, ("mma_f16(sums, v[0], v[2], v[1], v[3]", "mma_f16(sums, v[0], v[1], v[2], v[3]")),
+    "no rescaling": (3000, ("factor[n] = exp2_fast(top[n] - largest);", "factor[n] = 1.0f;")),
+    "no weights of warps": (600, ("exp2_fast(statistics[i].x - base.x)", "1.0f")),
+    "not appended": (50, ("page < 0 ? nullptr : cached, share.own, dim, in", "nullptr, share.own, dim, in")),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "broken",
-    [
-        (50, ("if (g > share.own) s", "if (g >= share.own) s")),
-        (34, ("if (g > share.own) s", "if (g > share.own + 1) s"), (POSITION, POISONED)),
-        (60, ("if (g + 8 > share.own) s", "if (g + 8 >= share.own) s")),
-        (50, ("if (tail) {  // values", "if (false) {  // values"), (POSITION, POISONED)),
-        (50, ("(i == 0 ? share.own : PAGE)", "PAGE"), NONE_EARLY, ALL_AFTER),
-        (50, ("in[r].x[half] = plus(in[r].x[half], unpacked", "(void)(unpacked")),
-        (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "1 : 0")),
-        (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "QKV_PIECES : 0")),
-        (50, ("threadIdx.x % HEAD_THREADS * 4 + i)", "threadIdx.x % HEAD_THREADS * 4 + (i ^ 1))")),
-        (50, ("lo.x * cosine.x - hi.x * sine.x", "lo.x * cosine.x + hi.x * sine.x")),
-        (32_767, ("return float(turns - rint(turns));", "return float(turns);")),
-        (50, ("__ldcg(a.page_table + share.first) : 0", "__ldcg(a.page_table + max_int(share.first - 1, 0)) : 0")),
-        (50, ("__ldcg(a.page_table + share.first - i)", "__ldcg(a.page_table + max_int(share.first - i - 1, 0))")),
-        (9000, ("known_from += WARP;", "")),
-        (130, ("mma_f16(sums, v[0], v[2], v[1], v[3]", "mma_f16(sums, v[0], v[1], v[2], v[3]")),
-        (3000, ("factor[n] = exp2_fast(softmax.top[n] - top);", "factor[n] = 1.0f;")),
-        (600, ("exp2_fast(statistics[i].x - base.x)", "1.0f")),
-        (
-            50,
-            ("page < 0 ? nullptr : cached, share.own, dim, in", "nullptr, share.own, dim, in"),
-        ),
-    ],
-    ids=[
-        "without itself",
-        "one beyond",
-        "without itself, upper keys",
-        "garbage behind the token",
-        "the tail page as it lies",
-        "no bias",
-        "a piece less",
-        "pieces that are not there",
-        "pairs",
-        "the other way round",
-        "turns in float",
-        "another page for the token",
-        "another page",
-        "another stretch of the table",
-        "operands",
-        "no rescaling",
-        "no weights of warps",
-        "not appended",
-    ],
-)
+@pytest.mark.parametrize("broken", BROKEN)
 def test_would_notice(gpu, form, broken):
-    position, *patches = broken
+    position, *patches = BROKEN[broken]
     dims = ALL["0.5b"] if "Pieces" in patches[0][0] else GROUPS["64x7" if position > 30_000 else "128x7"]
     case = Case(gpu, dims, position, splits=2 if position > 500 else None)
     case.check(form)
@@ -404,6 +391,15 @@ def test_would_notice_of_combine(gpu, patch):
 
 
 # --- without a GPU
+
+
+def test_replacements_have_their_places():
+    """Each control's, in the source as it is now, of either form."""
+    dims = GROUPS["128x7"]
+    replacements = [patches for _, *patches in BROKEN.values()] + [[*LATE, (wait, "")] for wait in WAITS.values()]
+    for kernel in (family.attention(dims, 2), family.attention_short(dims)):
+        texts = {patched(kernel, *patches)[1] for patches in replacements}
+        assert len(texts) == len(replacements)
 
 
 def test_twin_by_hand():

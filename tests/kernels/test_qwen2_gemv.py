@@ -298,33 +298,41 @@ def test_halves_and_digits(gpu, name, size, digits):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_reported(gpu, name):
     dims, rng = DIMS["0.5b-tiny"], fresh()
-    patch = in_header("stream", "float total = 0.0f;", "float total = __int_as_float(0x7f800000);")
+    patch = in_header(("float total = 0.0f;", "float total = __int_as_float(0x7f800000);"))
     with pytest.raises(DeviceError, match=f"not finite in {name}, layer 3"):
         check(gpu, name, dims, rng, patch)
 
 
-def in_header(header, old, new):
-    """A patch of int4.cuh or int4_stream.cuh, where a kernel's source includes it; ValueError where it fits nowhere."""
-    stream = (ROOT / "kernels_cu/common/int4_stream.cuh").read_text()
-    inner = (ROOT / "kernels_cu/common/int4.cuh").read_text()
-    text = {"stream": stream, "int4": inner}[header]
+def in_header(*pairs):
+    """A patch of int4_stream.cuh and what it includes of int4's, where a kernel's source includes it: replacements;
+    ValueError for one that has not one place."""
+    text = '#include "common/int4_stream.cuh"'
+    for name in ("int4_stream", "int4_ring", "int4"):
+        header = (ROOT / f"kernels_cu/common/{name}.cuh").read_text().replace("#pragma once", "")
+        text = replaced(text, f'#include "common/{name}.cuh"', header)
+    for old, new in pairs:
+        text = replaced(text, old, new)
+    return '#include "common/int4_stream.cuh"', text
+
+
+def replaced(text, old, new):
     if text.count(old) != 1:
         raise ValueError(f"{old!r} occurs {text.count(old)} times")
-    text = text.replace(old, new)
-    if header == "int4":
-        text = stream.replace('#include "common/int4.cuh"', text)
-    return '#include "common/int4_stream.cuh"', text.replace("#pragma once", "")
+    return text.replace(old, new)
 
 
+WAIT = "barrier_wait(&full[slot], parity, fault, kernel, layer);"
+BEHIND_READS = "if (left > STAGES * STAGE_UNITS) {"
 WRONG = {
-    "nibbles in each other's place": ("int4", "const uint32_t upper = word >> 8;", "const uint32_t upper = word;"),
-    "rows in each other's place": ("int4", "mma_f16(c, a[0], b[0], a[1], b[1]", "mma_f16(c, b[0], a[0], b[1], a[1]"),
-    "codes without a sign": ("int4", "LESS = 0x64086408", "LESS = 0x64006400"),
-    "no scale": ("stream", "low += f16_to_float(scale[u][0]) * c[u].x", "low += c[u].x"),
-    "a unit left out": ("stream", "low += f16_to_float", "if (blockIdx.x != 7 || stage > 0) low += f16_to_float"),
-    "a warp's sums left out": ("stream", "if (tile >= tiles.x && tile", "if (w < 7 && tile >= tiles.x && tile"),
-    "copies not waited for": ("stream", "            barrier_wait(&full[slot], parity, fault, kernel, layer);\n", ""),
-    "sums a thousandth too large": ("stream", "low += f16_to_float(", "low += 1.001f * f16_to_float("),
+    "nibbles in each other's place": [("const uint32_t upper = word >> 8;", "const uint32_t upper = word;")],
+    "rows in each other's place": [("mma_f16(c, a[0], b[0], a[1], b[1]", "mma_f16(c, b[0], a[0], b[1], a[1]")],
+    "codes without a sign": [("LESS = 0x64086408", "LESS = 0x64006400")],
+    "no scale": [("low += f16_to_float(scale[u][0]) * c[u].x", "low += c[u].x")],
+    "a unit left out": [("low += f16_to_float", "if (blockIdx.x != 7 || stage > 0) low += f16_to_float")],
+    "a warp's sums left out": [("if (tile >= tiles.x && tile", "if (w < 7 && tile >= tiles.x && tile")],
+    # They are before the block ends.
+    "copies not waited for": [(WAIT, ""), (BEHIND_READS, f"{WAIT} {BEHIND_READS}")],
+    "sums a thousandth too large": [("low += f16_to_float(", "low += 1.001f * f16_to_float(")],
 }
 
 

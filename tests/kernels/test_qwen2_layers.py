@@ -207,8 +207,9 @@ def test_what_never_comes_ends_the_launch(gpu, what):
     """With the layer, and the phase that waited for it."""
     case = Case(model(gpu, "7b-tiny"), 700)
     case.check(patched(FEW_POLLS))
-    phase, layer, missing = MISSING[what]
-    with pytest.raises(DeviceError, match=rf"a result that did not arrive in ({phase}), layer {FIRST + layer}\b"):
+    phase, layers, missing = MISSING[what]
+    numbers = "|".join(str(FIRST + int(layer)) for layer in layers)
+    with pytest.raises(DeviceError, match=rf"a result that did not arrive in ({phase}), layer ({numbers})\b"):
         case.run(patched(FEW_POLLS, missing))
 
 
@@ -368,7 +369,7 @@ def test_a_missing_barrier_is_noticed(gpu, why):
 def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
     """A tail page, those of a span, and those that come in turns."""
     for position in (12, 700, 16_383):
-        check_wrong(gpu, "7b-tiny", position, patched(*ON_TIME), patched(*ON_TIME, (WAITS[part], "")))
+        check_wrong(gpu, "7b-tiny", position, patched(*ON_TIME), patched(*ON_TIME, *WAITS[part]))
 
 
 # --- without a GPU
@@ -378,7 +379,7 @@ def test_replacements_have_their_places():
     """Each control's, in the source as it is now; and it compiles."""
     found = [patched(*pairs) for _, *pairs in WRONG.values()]
     found += [patched((old, ""), delays=True) for old in EARLY.values()]
-    found += [patched(*ON_TIME, (wait, "")) for wait in WAITS.values()]
+    found += [patched(*ON_TIME, *late) for late in WAITS.values()]
     found += [patched(FEW_POLLS, missing) for *_, missing in MISSING.values()]
     found += [patched(SAME_ENTRIES), patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
