@@ -94,10 +94,20 @@ SAME_ENTRIES = (
     "known = entry(a.page_table, shared.span, known_from + int",
     "known = entry(a.page_table, shared.span, int",
 )
+VALUES = "barrier_wait(&shared.v_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);"
+# The same, and values only when keys have been waited for, behind which they would be there in any case.
+LATE_PAGES = {
+    "k": ON_TIME,
+    "v": (
+        *ON_TIME,
+        ("        send(a, shared, i, 0, true);\n", ""),
+        (VALUES, f"if (turn == 0) copies.send(a, shared, i, 0, true); {VALUES}"),
+    ),
+}
 # A wait for a page behind its reads, so that none is on its way when the next one is sent, or the block ends.
 WAITS = {}
 for part, read in {"k": "const bool more = page + SLOTS", "v": "parity ^= 1;\n            if (more)"}.items():
-    wait = f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);"
+    wait = VALUES.replace("v_full", f"{part}_full")
     WAITS[part] = ((wait, ""), (read, f"{wait} {read}"))
 
 # Each with the position where it shows, and replacements.

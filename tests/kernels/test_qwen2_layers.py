@@ -22,8 +22,8 @@ from tests.kernels.qwen2_layers_patches import (
     FEW_POLLS,
     IN_PARTS,
     KEPT,
+    LATE_PAGES,
     MISSING,
-    ON_TIME,
     SAME_ENTRIES,
     TURNS,
     WAITS,
@@ -369,7 +369,7 @@ def test_a_missing_barrier_is_noticed(gpu, why):
 def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
     """A tail page, those of a span, and those that come in turns."""
     for position in (12, 700, 16_383):
-        check_wrong(gpu, "7b-tiny", position, patched(*ON_TIME), patched(*ON_TIME, *WAITS[part]))
+        check_wrong(gpu, "7b-tiny", position, patched(*LATE_PAGES[part]), patched(*LATE_PAGES[part], *WAITS[part]))
 
 
 # --- without a GPU
@@ -379,7 +379,7 @@ def test_replacements_have_their_places():
     """Each control's, in the source as it is now; and it compiles."""
     found = [patched(*pairs) for _, *pairs in WRONG.values()]
     found += [patched((old, ""), delays=True) for old in EARLY.values()]
-    found += [patched(*ON_TIME, *late) for late in WAITS.values()]
+    found += [patched(*LATE_PAGES[part], *late) for part, late in WAITS.items()]
     found += [patched(FEW_POLLS, missing) for *_, missing in MISSING.values()]
     found += [patched(SAME_ENTRIES), patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
