@@ -110,6 +110,7 @@ for part, read in {"k": "const bool more = page + SLOTS", "v": "parity ^= 1;\n  
     wait = VALUES.replace("v_full", f"{part}_full")
     WAITS[part] = ((wait, ""), (read, f"{wait} {read}"))
 
+NEXT = "(i + 1) % a.layers"
 # Each with the position where it shows, and replacements.
 WRONG = {
     "results not waited for": (700, ("if (__all_sync(0xffffffffu, ready)) return false;", "return false;")),
@@ -126,7 +127,8 @@ WRONG = {
     "not appended": (50, ("span.page < 0 ? nullptr : cached, span.own, in.dim, x", "nullptr, span.own, in.dim, x")),
     "no bias": (50, ("x[half] = unpacked(bias[half]);", "x[half] = unpacked(make_uint2(0u, 0u));")),
     "another layer's bias": (50, ("a.bias[i], x, polling", "a.bias[0], x, polling")),
-    "another layer's pages": (50, ("(values ? a.v_pages[i] :", "(values ? a.v_pages[0] :")),
+    "another layer's keys": (50, (": a.k_pages[i]) + from", f": a.k_pages[{NEXT}]) + from")),
+    "another layer's values": (50, ("(values ? a.v_pages[i] :", f"(values ? a.v_pages[{NEXT}] :")),
     "another layer's input norm": (50, ("a.input_norm[i], polling", "a.input_norm[0], polling")),
     "another layer's post norm": (50, ("a.post_norm[i], polling", "a.post_norm[0], polling")),
     "a norm's mean": (50, ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)")),

@@ -323,6 +323,9 @@ def replaced(text, old, new):
 
 WAIT = "barrier_wait(&full[slot], parity, fault, kernel, layer);"
 BEHIND_READS = "if (left > STAGES * STAGE_UNITS) {"
+# Of a ring of one stage: copies that begin when they are to be read.
+SENT = "if (lane == 0) copy(stage + STAGES, slot);"
+LATE = [(SENT, ""), (WAIT, f"if (stage > 0 && lane == 0) copy(stage, slot); {WAIT}")]
 WRONG = {
     "nibbles in each other's place": [("const uint32_t upper = word >> 8;", "const uint32_t upper = word;")],
     "rows in each other's place": [("mma_f16(c, a[0], b[0], a[1], b[1]", "mma_f16(c, b[0], a[0], b[1], a[1]")],
@@ -330,8 +333,8 @@ WRONG = {
     "no scale": [("low += f16_to_float(scale[u][0]) * c[u].x", "low += c[u].x")],
     "a unit left out": [("low += f16_to_float", "if (blockIdx.x != 7 || stage > 0) low += f16_to_float")],
     "a warp's sums left out": [("if (tile >= tiles.x && tile", "if (w < 7 && tile >= tiles.x && tile")],
-    # They are before the block ends.
-    "copies not waited for": [(WAIT, ""), (BEHIND_READS, f"{WAIT} {BEHIND_READS}")],
+    # But behind their reads: a block must not end before its copies have come.
+    "copies not waited for": [*LATE, (WAIT, ""), (BEHIND_READS, f"{WAIT} {BEHIND_READS}")],
     "sums a thousandth too large": [("low += f16_to_float(", "low += 1.001f * f16_to_float(")],
 }
 
@@ -340,9 +343,10 @@ WRONG = {
 def test_a_wrong_kernel_is_noticed(gpu, why):
     dims = DIMS["0.5b"]
     ring = qwen2_gemv.Ring(1, 1, qwen2_gemv.AFTER_WAIT)
-    # o_proj's warps have a unit at most here, whose copy may have come before the token in any case
-    for name in ("down",) if "waited" in why else ("o_proj", "down"):
+    late = "waited" in why  # o_proj's warps have a unit at most here: none of a second stage
+    for name in ("down",) if late else ("o_proj", "down"):
         kernel = getattr(qwen2_gemv, name)(dims, ring)
+        assert check(gpu, name, dims, fresh(), in_header(*LATE) if late else None, kernel=kernel) < 1
         with tells():
             assert check(gpu, name, dims, fresh(), in_header(*WRONG[why]), kernel=kernel) < 1
 
