@@ -29,13 +29,25 @@ def tells():
     assert "does not compile" not in str(found.value)
 
 
+def replaced(text, *pairs):
+    """The text after several replacements (old, new), one behind the other; ValueError where one has not one place."""
+    for old, new in pairs:
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {text.count(old)} times")
+        text = text.replace(old, new)
+    return text
+
+
+def inclusion(name):
+    """What includes a header in a source, and what stands there instead: the header's text."""
+    return f'#include "{name}"', (ROOT / "kernels_cu" / name).read_text().replace("#pragma once", "")
+
+
 def in_header(name, old, new):
     """A patch of a header, in the place where a kernel's source includes it: for Gpu.run. ValueError where there is
     not one place for it."""
-    text = (ROOT / "kernels_cu" / name).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}")
-    return f'#include "{name}"', text.replace("#pragma once", "").replace(old, new)
+    include, text = inclusion(name)
+    return include, replaced(text, (old, new))
 
 
 class Gpu:

@@ -5,6 +5,8 @@ Each is (old, new), and old is short: of what it changes, and of little else.
 
 import re
 
+from tests.kernels import qwen2_attend_patches
+from tests.kernels.harness import inclusion, replaced
 from tests.paths import ROOT
 
 DELAYS = """
@@ -46,7 +48,7 @@ def inlined(text, seen):
         if found[1] in seen:
             return ""
         seen.add(found[1])
-        return inlined((ROOT / "kernels_cu" / found[1]).read_text().replace("#pragma once", ""), seen)
+        return inlined(inclusion(found[1])[1], seen)
 
     return OWN.sub(header, text)
 
@@ -55,11 +57,7 @@ def patched(*pairs, delays=False):
     """A patch for Gpu.run of several replacements, in the source or its own headers; ValueError for one that fits
     nowhere, or in several places."""
     whole = (ROOT / "kernels_cu/qwen2_layers.cu").read_text()
-    text = inlined(whole, set())
-    for old, new in pairs:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} occurs {text.count(old)} times")
-        text = text.replace(old, new)
+    text = replaced(inlined(whole, set()), *pairs)
     return whole, delayed(text) if delays else text
 
 
@@ -94,28 +92,25 @@ SAME_ENTRIES = (
     "known = entry(a.page_table, shared.span, known_from + int",
     "known = entry(a.page_table, shared.span, int",
 )
-VALUES = "barrier_wait(&shared.v_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);"
+WAITS = {part: f"barrier_wait(&shared.{part}_full[warp], parity, a.fault, KERNEL_ATTENTION, layer);" for part in "kv"}
 # The same, and values only when keys have been waited for, behind which they would be there in any case.
 LATE_PAGES = {
     "k": ON_TIME,
     "v": (
         *ON_TIME,
         ("        send(a, shared, i, 0, true);\n", ""),
-        (VALUES, f"if (turn == 0) copies.send(a, shared, i, 0, true); {VALUES}"),
+        (WAITS["v"], f"if (turn == 0) copies.send(a, shared, i, 0, true); {WAITS['v']}"),
     ),
 }
 # A wait for a page behind its reads, so that none is on its way when the next one is sent, or the block ends.
-WAITS = {}
-for part, read in {"k": "const bool more = page + SLOTS", "v": "parity ^= 1;\n            if (more)"}.items():
-    wait = VALUES.replace("v_full", f"{part}_full")
-    WAITS[part] = ((wait, ""), (read, f"{wait} {read}"))
+BEHIND = {"k": "const bool more = page + SLOTS", "v": "parity ^= 1;\n            if (more)"}
+NOT_WAITED_FOR = {part: ((wait, ""), (BEHIND[part], f"{wait} {BEHIND[part]}")) for part, wait in WAITS.items()}
 
 NEXT = "(i + 1) % a.layers"
 # Each with the position where it shows, and replacements.
 WRONG = {
     "results not waited for": (700, ("if (__all_sync(0xffffffffu, ready)) return false;", "return false;")),
-    "without itself": (50, ("if (g > last) s", "if (g >= last) s")),
-    "without itself, upper keys": (60, ("if (g + 8 > last) s", "if (g + 8 >= last) s")),
+    **qwen2_attend_patches.WRONG,
     "one beyond": (34, ("if (g > last) s", "if (g > last + 1) s")),
     "garbage behind the token": (
         50,
@@ -132,8 +127,6 @@ WRONG = {
     "another layer's input norm": (50, ("a.input_norm[i], polling", "a.input_norm[0], polling")),
     "another layer's post norm": (50, ("a.post_norm[i], polling", "a.post_norm[0], polling")),
     "a norm's mean": (50, ("sum * (1.0f / HIDDEN)", "sum * (1.01f / HIDDEN)")),
-    "the other way round": (50, ("lo.x * cosine.x - hi.x * sine.x", "lo.x * cosine.x + hi.x * sine.x")),
-    "turns in float": (32_767, ("return float(turns - rint(turns));", "return float(turns);")),
     "no weight of a page": (16_383, ("factor[n] = exp2_fast(top[n] - largest);", "factor[n] = 1.0f;")),
     "no weight of a warp": (700, ("exp2_fast(one.x - all.x), exp2_fast(one.z - all.z)", "1.0f, 1.0f")),
     "no weight of a span": (700, ("weight = exp2_fast(other - larger) * ", "weight = ")),
@@ -172,14 +165,14 @@ STORE = "*reinterpret_cast<float4*>(out + column) ="
 MISSING = {
     "q, k and v": (
         "attention|o_proj",
-        "0",
+        (0,),
         ("out[at] = result(", "if (i > 0 || kernel != KERNEL_QKV) out[at] = result("),
     ),
-    "a span": ("o_proj", "0", ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
-    "o_proj": ("gate_up", "0", ("out[i] = result(", "if (i > 0) out[i] = result(")),
-    "the row before the MLP": ("gate_up", "0", (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
-    "inner": ("down", "0", ("out[at] = ready_half(", "if (at > 0) out[at] = ready_half(")),
+    "a span": ("o_proj", (0,), ("if (threadIdx.x < HEAD_PIECES) rec", "if (threadIdx.x - 1u < HEAD_PIECES - 1u) rec")),
+    "o_proj": ("gate_up", (0,), ("out[i] = result(", "if (i > 0) out[i] = result(")),
+    "the row before the MLP": ("gate_up", (0,), (STORE, f"if (kernel != KERNEL_GATE_UP || q > 0) {STORE}")),
+    "inner": ("down", (0,), ("out[at] = ready_half(", "if (at > 0) out[at] = ready_half(")),
     # By who adds up, or by those who wait for the next layer's row.
-    "down": ("qkv", "01", ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
-    "the row behind it": ("qkv", "1", (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
+    "down": ("qkv", (0, 1), ("out[at] = result(", "if (i > 0 || kernel != KERNEL_DOWN) out[at] = result(")),
+    "the row behind it": ("qkv", (1,), (STORE, f"if (kernel != KERNEL_QKV || q > 0) {STORE}")),
 }

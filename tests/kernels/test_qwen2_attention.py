@@ -12,12 +12,12 @@ from cuq1.cuda.kernels import qwen2_gemv
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.qwen2_dims import PAGE, Qwen2Dims, padded
-from tests.kernels.harness import tells
+from tests.kernels import qwen2_attend_patches
+from tests.kernels.harness import inclusion, replaced, tells
 from tests.kernels.qwen2_shapes import ALL
 from tests.kernels.told import TELL, run_chain, tell
 from tests.kernels.twins import qwen2 as twin
 from tests.kernels.twins.qwen2_gemv import written
-from tests.paths import ROOT
 
 TOLERANCE = 6e-4  # relative, of a token: probabilities and results are halves
 SPARE = 5  # pages that belong to no position
@@ -47,13 +47,7 @@ def patched(kernel, *pairs):
     """A patch for Gpu.run that makes several replacements, in the source or what it shares with the launch of all
     layers; ValueError where one has not one place."""
     whole = jit.source_text(kernel)
-    shared = (ROOT / "kernels_cu/common/qwen2_attend.cuh").read_text().replace("#pragma once", "")
-    text = whole.replace('#include "common/qwen2_attend.cuh"', shared)
-    for old, new in pairs:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} occurs {text.count(old)} times")
-        text = text.replace(old, new)
-    return whole, text
+    return whole, replaced(whole, inclusion("common/qwen2_attend.cuh"), *pairs)
 
 
 def assert_same_bits(after, before, what):
@@ -320,17 +314,14 @@ def test_scores_are_of_queries_in_full(gpu):
 
 # Each with the position where it shows, and replacements.
 BROKEN = {
-    "without itself": (50, ("if (g > last) s", "if (g >= last) s")),
+    **qwen2_attend_patches.WRONG,
     "one beyond": (34, ("if (g > last) s", "if (g > last + 1) s"), (POSITION, POISONED)),
-    "without itself, upper keys": (60, ("if (g + 8 > last) s", "if (g + 8 >= last) s")),
     "garbage behind the token": (50, ("if (tail) {  // values", "if (false) {  // values"), (POSITION, POISONED)),
     "the tail page as it lies": (50, ("(i == 0 ? share.own : PAGE)", "PAGE"), NONE_EARLY, ALL_AFTER),
     "no bias": (50, ("in[r].x[half] = plus(in[r].x[half], unpacked", "(void)(unpacked")),
     "a piece less": (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "1 : 0")),
     "pieces that are not there": (50, ("QkvPieces::of_row(row + half * (HEAD_SIZE / 2)) : 0", "QKV_PIECES : 0")),
     "pairs": (50, ("threadIdx.x % HEAD_THREADS * 4 + i)", "threadIdx.x % HEAD_THREADS * 4 + (i ^ 1))")),
-    "the other way round": (50, ("lo.x * cosine.x - hi.x * sine.x", "lo.x * cosine.x + hi.x * sine.x")),
-    "turns in float": (32_767, ("return float(turns - rint(turns));", "return float(turns);")),
     "another page for the token": (
         50,
         ("__ldcg(a.page_table + share.first) : 0", "__ldcg(a.page_table + max_int(share.first - 1, 0)) : 0"),

@@ -15,10 +15,9 @@ from cuq1.cuda.repack import int4_units
 from cuq1.errors import DeviceError
 from cuq1.plan.dims import MULTIPROCESSORS
 from cuq1.plan.qwen2_dims import GROUP, padded, pieces
-from tests.kernels.harness import tells
+from tests.kernels.harness import in_header, inclusion, replaced, tells
 from tests.kernels.qwen2_shapes import ALL, DIMS, ODD, RELEASED, SMALL
 from tests.kernels.twins import qwen2_gemv as twin
-from tests.paths import ROOT
 
 # Of a result's root mean square.
 SUM_TOLERANCE = 3e-6  # FP32 sums of exact products
@@ -298,27 +297,17 @@ def test_halves_and_digits(gpu, name, size, digits):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_reported(gpu, name):
     dims, rng = DIMS["0.5b-tiny"], fresh()
-    patch = in_header(("float total = 0.0f;", "float total = __int_as_float(0x7f800000);"))
+    patch = in_stream(("float total = 0.0f;", "float total = __int_as_float(0x7f800000);"))
     with pytest.raises(DeviceError, match=f"not finite in {name}, layer 3"):
         check(gpu, name, dims, rng, patch)
 
 
-def in_header(*pairs):
+def in_stream(*pairs):
     """A patch of int4_stream.cuh and what it includes of int4's, where a kernel's source includes it: replacements;
     ValueError for one that has not one place."""
-    text = '#include "common/int4_stream.cuh"'
-    for name in ("int4_stream", "int4_ring", "int4"):
-        header = (ROOT / f"kernels_cu/common/{name}.cuh").read_text().replace("#pragma once", "")
-        text = replaced(text, f'#include "common/{name}.cuh"', header)
-    for old, new in pairs:
-        text = replaced(text, old, new)
-    return '#include "common/int4_stream.cuh"', text
-
-
-def replaced(text, old, new):
-    if text.count(old) != 1:
-        raise ValueError(f"{old!r} occurs {text.count(old)} times")
-    return text.replace(old, new)
+    include, text = inclusion("common/int4_stream.cuh")
+    text = replaced(text, inclusion("common/int4_ring.cuh"), inclusion("common/int4.cuh"))
+    return include, replaced(text, *pairs)
 
 
 WAIT = "barrier_wait(&full[slot], parity, fault, kernel, layer);"
@@ -346,9 +335,9 @@ def test_a_wrong_kernel_is_noticed(gpu, why):
     late = "waited" in why  # o_proj's warps have a unit at most here: none of a second stage
     for name in ("down",) if late else ("o_proj", "down"):
         kernel = getattr(qwen2_gemv, name)(dims, ring)
-        assert check(gpu, name, dims, fresh(), in_header(*LATE) if late else None, kernel=kernel) < 1
+        assert check(gpu, name, dims, fresh(), in_stream(*LATE) if late else None, kernel=kernel) < 1
         with tells():
-            assert check(gpu, name, dims, fresh(), in_header(*WRONG[why]), kernel=kernel) < 1
+            assert check(gpu, name, dims, fresh(), in_stream(*WRONG[why]), kernel=kernel) < 1
 
 
 @pytest.mark.parametrize("name", ["qkv", "gate_up"])
@@ -362,9 +351,7 @@ def test_a_wrong_kernel_is_noticed(gpu, why):
     ],
 )
 def test_a_wrong_entry_is_noticed(gpu, name, patch):
-    text = (ROOT / "kernels_cu/common/qwen2_entry.cuh").read_text()
-    assert text.count(patch[0]) == 1
-    entry = '#include "common/qwen2_entry.cuh"', text.replace("#pragma once", "").replace(*patch)
+    entry = in_header("common/qwen2_entry.cuh", *patch)
     dims = DIMS["7b-tiny"]
     with tells():
         for _ in range(3):  # a race may go well

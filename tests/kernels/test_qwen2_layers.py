@@ -24,9 +24,9 @@ from tests.kernels.qwen2_layers_patches import (
     KEPT,
     LATE_PAGES,
     MISSING,
+    NOT_WAITED_FOR,
     SAME_ENTRIES,
     TURNS,
-    WAITS,
     WRONG,
     patched,
 )
@@ -208,7 +208,7 @@ def test_what_never_comes_ends_the_launch(gpu, what):
     case = Case(model(gpu, "7b-tiny"), 700)
     case.check(patched(FEW_POLLS))
     phase, layers, missing = MISSING[what]
-    numbers = "|".join(str(FIRST + int(layer)) for layer in layers)
+    numbers = "|".join(str(FIRST + layer) for layer in layers)
     with pytest.raises(DeviceError, match=rf"a result that did not arrive in ({phase}), layer ({numbers})\b"):
         case.run(patched(FEW_POLLS, missing))
 
@@ -365,11 +365,13 @@ def test_a_missing_barrier_is_noticed(gpu, why):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", WAITS)
+@pytest.mark.parametrize("part", NOT_WAITED_FOR)
 def test_a_page_that_is_not_waited_for_is_noticed(gpu, part):
     """A tail page, those of a span, and those that come in turns."""
     for position in (12, 700, 16_383):
-        check_wrong(gpu, "7b-tiny", position, patched(*LATE_PAGES[part]), patched(*LATE_PAGES[part], *WAITS[part]))
+        check_wrong(
+            gpu, "7b-tiny", position, patched(*LATE_PAGES[part]), patched(*LATE_PAGES[part], *NOT_WAITED_FOR[part])
+        )
 
 
 # --- without a GPU
@@ -379,7 +381,7 @@ def test_replacements_have_their_places():
     """Each control's, in the source as it is now; and it compiles."""
     found = [patched(*pairs) for _, *pairs in WRONG.values()]
     found += [patched((old, ""), delays=True) for old in EARLY.values()]
-    found += [patched(*LATE_PAGES[part], *late) for part, late in WAITS.items()]
+    found += [patched(*LATE_PAGES[part], *late) for part, late in NOT_WAITED_FOR.items()]
     found += [patched(FEW_POLLS, missing) for *_, missing in MISSING.values()]
     found += [patched(SAME_ENTRIES), patched(*KEPT.values()), patched(delays=True)]
     texts = {text for _, text in found}
